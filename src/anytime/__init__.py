@@ -1,0 +1,25 @@
+"""anytime: train neural networks without knowing how long you will train."""
+
+from .optim.base import AnytimeOptimizer, Iterates
+from .optim.scheduled import AdamW, Lion, Muon, NorMuon, Shampoo, SignSGD, SpectralDescent
+from .optim.sf_elementwise import SFSGD, SFAdamW, SFLion
+from .optim.sf_spectral import SFMuon, SFNorMuon, SFSpectralSGD
+
+__version__ = "0.1.0"
+__all__ = [
+    "SFSGD",
+    "AdamW",
+    "AnytimeOptimizer",
+    "Iterates",
+    "Lion",
+    "Muon",
+    "NorMuon",
+    "SFAdamW",
+    "SFLion",
+    "SFMuon",
+    "SFNorMuon",
+    "SFSpectralSGD",
+    "Shampoo",
+    "SignSGD",
+    "SpectralDescent",
+]

@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: no optimizer, no process group, no configuration."""

@@ -1,0 +1,99 @@
+"""The schedule-free average: η_t, c_t, β_t, and the maps between x, y and z.
+
+One difference d = z − x is stored beside y, so that
+
+    x = y − (1 − β) d        z = y + β d
+
+hold without a division for every β, 0 included, and a new parameter's whole state is zeros. β is the one that formed
+y; it may change from step to step. All scalars are tensors on the parameter's device: whether a step counts (`ok`) is
+known there alone, and a step that does not count multiplies every change by zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Scalars of one step for B parameters, each a vector [B]; a step that does not count has η = c = 0 and β' = β."""
+
+    t: Tensor
+    weight_sum: Tensor
+    eta: Tensor
+    c: Tensor
+    beta: Tensor
+    beta_next: Tensor
+
+
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """Step counts and sums of weights are float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def growing_beta(t: Tensor, beta: float, power: float, start: int) -> Tensor:
+    """β_t: `beta` up to step `start`, then 1 − ((start − 1)/(t − 1))^power (1 − beta); constant at power 0.
+
+    The rule of AMUSE (arXiv 2605.22432).
+    """
+    if power == 0:
+        return torch.full_like(t, beta)
+    shrink = ((start - 1) / (t - 1).clamp(min=start - 1)) ** power
+    return 1 - shrink * (1 - beta)
+
+
+def warmed_up(t: Tensor, lr: float | Tensor, warmup_steps: int) -> Tensor:
+    """η_t = η min(1, t / T_warmup)."""
+    return lr * (t / warmup_steps).clamp(max=1) if warmup_steps > 0 else lr * torch.ones_like(t)
+
+
+def tick(
+    t: Tensor,
+    weight_sum: Tensor,
+    beta: Tensor,
+    eta: Tensor,
+    ok: Tensor,
+    *,
+    averaging_power: float,
+    averaging_warmup: int,
+    beta_start: float,
+    beta_growth: float,
+    beta_growth_start: int,
+) -> Clock:
+    """The scalars of step t (already counted) at rate η_t: weight w = η_t² t^r and c = w / Σw, with c = 1 and no sum
+    during the average's warmup."""
+    averages = t > averaging_warmup
+    w = torch.where(averages, eta.square() * t**averaging_power, 0) * ok
+    weight_sum = weight_sum + w
+    c = torch.where(averages & (weight_sum > 0), w / torch.where(weight_sum > 0, weight_sum, 1), 1)
+    beta_next = growing_beta(t + 1, beta_start, beta_growth, beta_growth_start)
+    return Clock(
+        t=t,
+        weight_sum=weight_sum,
+        eta=eta * ok,
+        c=c * ok,
+        beta=beta,
+        beta_next=torch.where(ok > 0, beta_next, beta),
+    )
+
+
+def x_of(y: Tensor, d: Tensor, beta: Tensor) -> Tensor:
+    return y - (1 - beta).to(y.dtype) * d
+
+
+def z_of(y: Tensor, d: Tensor, beta: Tensor) -> Tensor:
+    return y + beta.to(y.dtype) * d
+
+
+def advance_(y: Tensor, d: Tensor, dz: Tensor, c: Tensor, beta: Tensor, beta_next: Tensor) -> None:
+    """z' = z + dz, x' = (1 − c) x + c z', y' = (1 − β') z' + β' x', written on y and d in place.
+
+    With k = 1 − β'(1 − c): y' = y + (β − β'(1 − c)) d + k dz and d' = (1 − c)(d + dz), all increments, so that y does
+    not lose digits to x and z. c, β and β' are 0-dim.
+    """
+    keep = beta_next * (1 - c)
+    y.add_((beta - keep).to(y.dtype) * d).add_((1 - keep).to(y.dtype) * dz)
+    d.add_(dz).mul_((1 - c).to(d.dtype))

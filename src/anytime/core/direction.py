@@ -1,0 +1,265 @@
+"""What turns gradients into a step: each direction maps G to U, and the fast iterate moves by −η_t (U + λ ·).
+
+Every direction works on a batch of parameters of one device and dtype and keeps its own buffers, which start at zero
+and change by `Batch.ema_` alone: a step that does not count leaves them as they are, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import Layout
+from .polar import Polar, polar, unit_norm
+
+Options = Mapping[str, Any]
+Buffers = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Gradients (finite, in the precision of the update) with the state, layout and step count of their parameters.
+
+    t [B] counts this step; ok is 1 where the step counts and 0 where it is skipped.
+    """
+
+    grads: Sequence[Tensor]
+    states: Sequence[dict[str, Tensor]]
+    layouts: Sequence[Layout]
+    options: Options
+    t: Tensor
+    ok: Tensor
+
+    def __iter__(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        return iter(zip(self.grads, self.states, strict=True))
+
+    def weights(self, decay: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(a, b) of m ← a m + b g: (decay, 1 − decay), or (1, 0) where the step is skipped."""
+        take = (1 - decay) * self.ok
+        return (1 - take).to(dtype), take.to(dtype)
+
+    def ema_(self, name: str, values: Sequence[Tensor], decay: float | Tensor) -> list[Tensor]:
+        """m ← decay·m + (1 − decay)·value for the buffer of that name; returned in the values' precision.
+
+        A buffer narrower than the values is rounded, and what is stored is what is returned.
+        """
+        a, b = (w.expand(len(values)) for w in self.weights(decay, values[0].dtype))
+        out = []
+        for i, (state, value) in enumerate(zip(self.states, values, strict=True)):
+            buffer = state[name]
+            if buffer.dtype == value.dtype:
+                out.append(buffer.mul_(a[i]).addcmul_(value, b[i]))
+            else:
+                buffer.copy_(buffer.to(value.dtype).mul_(a[i]).addcmul_(value, b[i]))
+                out.append(buffer.to(value.dtype))
+        return out
+
+
+class Direction(ABC):
+    """A gradient's way to a step. Stateless itself: buffers live with the parameter, settings in its group."""
+
+    @abstractmethod
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        """U for each parameter, in the gradients' precision."""
+
+    def buffers(self, shape: tuple[int, ...], layout: Layout, options: Options) -> Buffers:
+        """Name to (shape, dtype) of the buffers it keeps for a parameter; dtype None is the update's precision."""
+        return {}
+
+    def rate(self, t: Tensor, options: Options) -> Tensor | float:
+        """A factor of η_t."""
+        return 1.0
+
+
+class Gradient(Direction):
+    """U = G."""
+
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        return list(batch.grads)
+
+
+@dataclass(frozen=True)
+class Adam(Direction):
+    """U = G / (√v + ε), or with the first moment, U = m̂ / (√v̂ + ε).
+
+    `bias_correction` is "rate" (the paper's: √(1 − β2^t) multiplies η_t), "moment" (v is divided by 1 − β2^t, and the
+    first moment, where kept, by 1 − β1^t) or None. At β2 = 0 this is m / (|G| + ε): a sign only where m is G.
+    """
+
+    first_moment: bool = False
+
+    def buffers(self, shape: tuple[int, ...], layout: Layout, options: Options) -> Buffers:
+        second: Buffers = {"second_moment": (shape, None)}
+        return {"momentum": (shape, options["momentum_dtype"]), **second} if self.first_moment else second
+
+    def rate(self, t: Tensor, options: Options) -> Tensor | float:
+        return (1 - options["betas"][1] ** t).sqrt() if options["bias_correction"] == "rate" else 1.0
+
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        beta1, beta2 = batch.options["betas"]
+        eps = batch.options["eps"]
+        correct = batch.options["bias_correction"] == "moment"
+        m = batch.ema_("momentum", batch.grads, beta1) if self.first_moment else batch.grads
+        v = batch.ema_("second_moment", [g.square() for g in batch.grads], beta2)
+        if not correct:
+            return [m_i / v_i.sqrt().add_(eps) for m_i, v_i in zip(m, v, strict=True)]
+        dtype = batch.grads[0].dtype
+        first = (1 - beta1**batch.t).to(dtype) if self.first_moment else torch.ones_like(batch.t, dtype=dtype)
+        second = (1 - beta2**batch.t).to(dtype)
+        return [
+            m_i / first[i] / (v_i / second[i]).sqrt_().add_(eps) for i, (m_i, v_i) in enumerate(zip(m, v, strict=True))
+        ]
+
+
+@dataclass(frozen=True)
+class Spectral(Direction):
+    """U from the polar factor of the momentum: NorMuon's rows, Muon, or the bare factor.
+
+    Options: momentum, nesterov, polar, polar_dtype; row_norm with beta2 (or betas[1]) and eps; `scaling`, the factor's
+    multiplier: "rms" makes the update's root mean square `update_rms` exactly, "max-side" multiplies by
+    update_rms·√max(m, n), "aspect" by √max(1, m/n), None by nothing. `first_gradient` starts the momentum at G_1
+    instead of zero.
+    """
+
+    first_gradient: bool = False
+
+    def buffers(self, shape: tuple[int, ...], layout: Layout, options: Options) -> Buffers:
+        momentum: Buffers = {"momentum": (shape, options["momentum_dtype"])}
+        return {**momentum, "row_moment": (layout.row_shape(shape), None)} if options["row_norm"] else momentum
+
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        options = batch.options
+        mu: float | Tensor = options["momentum"]
+        if self.first_gradient:
+            mu = torch.where(batch.t > 1, mu, 0.0).to(batch.t.dtype)
+        M = batch.ema_("momentum", batch.grads, mu)
+        if options["nesterov"]:
+            M = [torch.lerp(g, m, options["momentum"]) for g, m in zip(batch.grads, M, strict=True)]
+        pieces = [layout.pieces(m) for m, layout in zip(M, batch.layouts, strict=True)]
+        rows = [
+            layout.row_pieces(state["row_moment"]) if options["row_norm"] else [None] * len(piece)
+            for state, layout, piece in zip(batch.states, batch.layouts, pieces, strict=True)
+        ]
+        by_shape: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        for i, parts in enumerate(pieces):
+            for j, part in enumerate(parts):
+                by_shape[part.shape[-2], part.shape[-1]].append((i, j))
+        out: list[list[Tensor]] = [list(parts) for parts in pieces]
+        for places in by_shape.values():
+            stack = torch.cat([pieces[i][j] for i, j in places])
+            P = polar(stack, options["polar"], options["polar_dtype"])
+            if options["row_norm"]:
+                P = _normalize_rows(P, [row for i, j in places if (row := rows[i][j]) is not None], batch)
+            U = _scaled(P, options)
+            for (i, j), u in zip(places, torch.split(U, [pieces[i][j].shape[0] for i, j in places]), strict=True):
+                out[i][j] = u
+        return [layout.join(parts, g.shape) for layout, parts, g in zip(batch.layouts, out, batch.grads, strict=True)]
+
+
+def _normalize_rows(P: Tensor, rows: Sequence[Tensor], batch: Batch) -> Tensor:
+    """P̂ = P / (√v + ε), v the running mean square of each row of P [B, m, n]; `rows` [b, m] add up to B."""
+    beta2 = batch.options["beta2"] if "beta2" in batch.options else batch.options["betas"][1]
+    a, b = batch.weights(beta2, P.dtype)
+    v = torch.cat(list(rows)).mul_(a).addcmul_(P.square().mean(dim=-1), b)
+    for row, new in zip(rows, torch.split(v, [len(row) for row in rows]), strict=True):
+        row.copy_(new)
+    return torch.div(P, v.sqrt().add_(batch.options["eps"]).unsqueeze(-1))
+
+
+def _scaled(P: Tensor, options: Options) -> Tensor:
+    m, n = P.shape[-2:]
+    if options["scaling"] == "rms":
+        return unit_norm(P).mul_(options["update_rms"] * math.sqrt(m * n))
+    if options["scaling"] == "max-side":
+        return P.mul(options["update_rms"] * math.sqrt(max(m, n)))
+    if options["scaling"] == "aspect":
+        return P.mul(math.sqrt(max(1.0, m / n)))
+    return P
+
+
+def duality_map(G: Tensor, norm: str, method: Polar = "svd") -> Tensor:
+    """argmax ⟨G, U⟩ over ‖U‖ ≤ 1 for each matrix of G [..., m, n]: the steepest direction of a geometry.
+
+    norm: "max" (ℓ1 → ℓ∞, the entrywise maximum) gives sign(G); "spectral" (ℓ2 → ℓ2) the polar factor; "frobenius"
+    G / ‖G‖_F.
+    """
+    if norm == "max":
+        return G.sign()
+    return polar(G, method) if norm == "spectral" else unit_norm(G)
+
+
+@dataclass(frozen=True)
+class Steepest(Direction):
+    """U = duality_map(β1 M + (1 − β1) G), then M ← β2 M + (1 − β2) G: Lion's two timescales in any norm.
+
+    Options: `betas` (β1, β2), or one `momentum` for both (β1 = β2: U of the new M; 0: of the gradient alone).
+    """
+
+    norm: str
+
+    def _betas(self, options: Options) -> tuple[float, float]:
+        return options["betas"] if "betas" in options else (options["momentum"],) * 2
+
+    def buffers(self, shape: tuple[int, ...], layout: Layout, options: Options) -> Buffers:
+        return {"momentum": (shape, options["momentum_dtype"])} if any(self._betas(options)) else {}
+
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        beta1, beta2 = self._betas(batch.options)
+        C = list(batch.grads)
+        if beta1:
+            C = [torch.lerp(g, state["momentum"].to(g.dtype), beta1) for g, state in batch]
+        if beta1 or beta2:
+            batch.ema_("momentum", batch.grads, beta2)
+        if self.norm == "max":
+            return [c.sign() for c in C]
+        return [
+            layout.join([duality_map(part, self.norm) for part in layout.pieces(c)], c.shape)
+            for c, layout in zip(C, batch.layouts, strict=True)
+        ]
+
+
+class Shampoo(Direction):
+    """U = L^(−1/4) M R^(−1/4) with M of β1, L and R of β2, each power on the support of its matrix.
+
+    At β2 = 0 it is the polar factor of M. Without damping, as in the paper, hence float64: for comparison, not speed.
+    """
+
+    def buffers(self, shape: tuple[int, ...], layout: Layout, options: Options) -> Buffers:
+        if layout.sizes:
+            raise ValueError(f"Shampoo preconditions whole matrices; a split ({layout}) is not supported")
+        count, m, n = layout.shape(shape)
+        return {
+            "momentum": (shape, options["momentum_dtype"]),
+            "left": ((count, m, m), torch.float64),
+            "right": ((count, n, n), torch.float64),
+        }
+
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        beta1, beta2 = batch.options["betas"]
+        M = [
+            layout.pieces(m)[0].double()
+            for m, layout in zip(batch.ema_("momentum", batch.grads, beta1), batch.layouts, strict=True)
+        ]
+        left = batch.ema_("left", [m @ m.mT for m in M], beta2)
+        right = batch.ema_("right", [m.mT @ m for m in M], beta2)
+        return [
+            (_inverse_fourth_root(L) @ m @ _inverse_fourth_root(R)).reshape(g.shape).to(g.dtype)
+            for L, m, R, g in zip(left, M, right, batch.grads, strict=True)
+        ]
+
+
+def _inverse_fourth_root(A: Tensor) -> Tensor:
+    """A^(−1/4) of symmetric positive semidefinite A, zero outside its support; A's scale is divided out first."""
+    peak = A.abs().amax(dim=(-2, -1), keepdim=True)
+    scale = torch.where(peak > 0, peak, 1)
+    values, vectors = torch.linalg.eigh(A / scale)
+    cutoff = A.shape[-1] * torch.finfo(A.dtype).eps * values[..., -1:].clamp(min=0)
+    roots = torch.where(values > cutoff, values.clamp(min=torch.finfo(A.dtype).tiny) ** -0.25, 0)
+    return torch.matmul(vectors * roots.unsqueeze(-2), vectors.mT) * scale**-0.25

@@ -1,0 +1,1 @@
+"""The optimizers: one base, one class each, and their oracle."""

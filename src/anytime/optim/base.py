@@ -1,0 +1,371 @@
+"""The one Optimizer behind all of them: state, the step, modes and the average.
+
+A group follows one rule (`group["rule"]`). A parameter's state is plain tensors by name, each of the parameter's shape,
+a statistic a row, or 0-dim, and all zeros at the start:
+
+    step, weight_sum, beta   t, Σw and the β that formed y
+    d                        z − x
+    residual                 y − p, where the parameter p is narrower than float32
+    y                        the parameter as it was in train mode, while in eval mode
+    …                        the direction's own buffers
+
+so it needs no dummy step, weights may still be loaded before the first step, and it shards as its parameter does.
+Scheduled optimizers are the same without the average: x = y = z = p, and no d.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor, nn
+
+from .. import routing
+from ..core import averaging
+from ..core.direction import Batch
+from ..core.layout import Layout
+from ..core.polar import project
+from . import files
+from .groups import Group, Router, Ruled
+from .rules import RULES
+
+State = dict[str, Tensor]
+
+
+class Iterates(NamedTuple):
+    """The three sequences of one parameter, in the precision of the update."""
+
+    x: Tensor
+    y: Tensor
+    z: Tensor
+
+
+class AnytimeOptimizer(torch.optim.Optimizer):
+    """Abstract. `matrix` and `rest` are the rules and defaults that a final class brings.
+
+    rules: name pattern -> "matrix", "rest" or options (rule, split, rate, lr, …); the first match wins.
+    unmatched: "auto" routes what no pattern matches, "raise" refuses it.
+    on_nonfinite: "skip" leaves out a step whose gradients hold inf or NaN, "raise" stops there.
+    """
+
+    averages = True
+
+    def __init__(
+        self,
+        params: routing.Params,
+        *,
+        matrix: Ruled | None,
+        rest: Ruled,
+        rules: routing.Rules | None = None,
+        unmatched: str = "auto",
+        on_nonfinite: str = "skip",
+    ) -> None:
+        if on_nonfinite not in ("skip", "raise"):
+            raise ValueError(f"{type(self).__name__}: on_nonfinite is {on_nonfinite!r}; it must be 'skip' or 'raise'")
+        self.plan = routing.Plan()
+        self._router = Router(type(self).__name__, matrix, rest, dict(rules or {}), unmatched)
+        self._on_nonfinite = on_nonfinite
+        self._training = True
+        self._skipped: dict[torch.device, Tensor] = {}
+        groups, self.plan.entries = self._router.resolve(routing.collect(params))
+        super().__init__(groups, dict((matrix or rest).options))
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("plan", "_router", "_on_nonfinite", "_training", "_skipped")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Adds parameters, routed as the constructor's are: matrices and others become a group each."""
+        if "layouts" in param_group:  # resolved
+            super().add_param_group(param_group)
+            for p, layout in zip(param_group["params"], param_group["layouts"], strict=True):
+                if p.requires_grad:
+                    self._ensure_state(p, param_group, layout)
+            return
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        collected = routing.collect_group(param_group)
+        if any(id(given.param) in known for given in collected[0]):
+            raise ValueError("some parameters appear in more than one parameter group")
+        groups, entries = self._router.resolve([collected], offset=len(self.plan), complete=False)
+        for group in groups:
+            self.add_param_group(group)
+        self.plan.entries.extend(entries)
+
+    # ----------------------------------------------------------------- state
+
+    def state_spec(self, p: Tensor, group: Group, layout: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name to shape and dtype of everything kept for a parameter between steps in train mode."""
+        scalar, precise = averaging.scalar_dtype(p.device), compute_dtype(p)
+        shape = tuple(p.shape)
+        buffers = RULES[group["rule"]].buffers(shape, Layout.parse(layout), group)
+        spec = {name: (shape_, dtype or precise) for name, (shape_, dtype) in buffers.items()}
+        if self.averages:
+            spec |= {"d": (shape, precise), "weight_sum": ((), scalar), "beta": ((), scalar)}
+        if p.dtype != precise:
+            spec["residual"] = (shape, precise)
+        return spec | {"step": ((), scalar)}
+
+    def _ensure_state(self, p: Tensor, group: Group, layout: str) -> State:
+        """The parameter's state, created or moved where the parameter has gone; idempotent."""
+        state: State = self.state.get(p, {})
+        fits = state and state["step"].device == p.device and ("residual" in state) == (p.dtype != compute_dtype(p))
+        if not fits or (self.averages and state["d"].dtype != compute_dtype(p)):
+            old = dict(state)
+            for name, (shape, dtype) in self.state_spec(p, group, layout).items():
+                if name in old and not old[name].is_meta:
+                    state[name] = old[name].to(p.device, dtype)
+                elif shape == tuple(p.shape):
+                    state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+                else:
+                    state[name] = torch.zeros(shape, dtype=dtype, device=p.device)
+            if "residual" in state and p.dtype == compute_dtype(p):
+                del state["residual"]
+            if "y" in state:
+                state["y"] = state["y"].to(p.device, p.dtype)
+            self.state[p] = state
+        return state
+
+    def place_of(self, p: Tensor) -> tuple[Group, str]:
+        """The group of a parameter and how it is read there."""
+        for group in self.param_groups:
+            for member, layout in zip(group["params"], group["layouts"], strict=True):
+                if member is p:
+                    return group, layout
+        raise KeyError(f"a tensor of shape {tuple(p.shape)} is not a parameter of this optimizer")
+
+    def _each(self) -> Iterator[tuple[Tensor, Group, State]]:
+        """Parameters that have state."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in self.state:
+                    yield p, group, self.state[p]
+
+    # ------------------------------------------------------------------ step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update from the gradients of the parameters that have one; gradients are read, never written."""
+        if not self._training:
+            raise RuntimeError(
+                f"{type(self).__name__}.step() in eval mode: the model holds the average X, gradients must be taken "
+                "at Y. Call optimizer.train() before the forward pass, or leave the averaged() block first."
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = self._work()
+        finite = self._finite([p.grad for _, members in work for p, _, _ in members if p.grad is not None])
+        for group, members in work:
+            self._update(group, members, finite[members[0][0].device])
+        return loss
+
+    def _work(self) -> list[tuple[Group, list[tuple[Tensor, State, Layout]]]]:
+        """Parameters with a gradient, by group, device and dtype; everything that can be wrong is found here."""
+        work: list[tuple[Group, list[tuple[Tensor, State, Layout]]]] = []
+        for group in self.param_groups:
+            members: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, State, Layout]]] = defaultdict(list)
+            for p, layout in zip(group["params"], group["layouts"], strict=True):
+                if p.grad is None or p.numel() == 0:
+                    continue
+                if p.grad.layout != torch.strided:
+                    raise RuntimeError(
+                        f"{type(self).__name__} takes dense gradients, but one of shape {tuple(p.shape)} is "
+                        f"{p.grad.layout}: build its layer with sparse=False"
+                    )
+                if p.grad.is_complex():
+                    raise RuntimeError(f"{type(self).__name__} takes real gradients, but one is {p.grad.dtype}")
+                members[p.device, p.dtype].append((p, self._ensure_state(p, group, layout), Layout.parse(layout)))
+            work.extend((group, batch) for batch in members.values())
+        return work
+
+    def _finite(self, grads: list[Tensor]) -> dict[torch.device, Tensor]:
+        """1 on every device if all gradients are finite, else 0; counted, and raised where asked."""
+        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+        for grad in grads:
+            by_device[grad.device].append(grad)
+        flags = [
+            torch.stack(list(torch._foreach_norm(of_device, float("inf")))).isfinite().all()
+            for of_device in by_device.values()
+        ]
+        finite = {}
+        for device in by_device:
+            ok = torch.stack([flag.to(device, non_blocking=True) for flag in flags]).all()
+            finite[device] = ok.to(averaging.scalar_dtype(device))
+        if self._on_nonfinite == "raise" and finite and not next(iter(finite.values())).item():
+            raise RuntimeError("a gradient holds inf or NaN; nothing was changed (on_nonfinite='raise')")
+        for device, ok in finite.items():
+            before = self._skipped.get(device)
+            self._skipped[device] = 1 - ok if before is None else before + (1 - ok)
+        return finite
+
+    def _update(self, group: Group, members: list[tuple[Tensor, State, Layout]], ok: Tensor) -> None:
+        params, states, layouts = (list(column) for column in zip(*members, strict=True))
+        direction = RULES[group["rule"]]
+        precise = compute_dtype(params[0])
+        t = torch.stack([state["step"] for state in states]) + ok
+        eta = averaging.warmed_up(t, group["lr"], group["warmup_steps"]) * group["rate"] * direction.rate(t, group)
+        # A finite gradient passes unchanged; one of a skipped step must not reach the buffers even times zero.
+        grads = [torch.nan_to_num(p.grad.to(precise), 0.0, 0.0, 0.0) for p in params if p.grad is not None]
+        U = direction(Batch(grads, states, layouts, group, t, ok))
+        if self.averages:
+            clock = averaging.tick(
+                t,
+                torch.stack([state["weight_sum"] for state in states]),
+                torch.stack([state["beta"] for state in states]),
+                eta,
+                ok,
+                averaging_power=group["averaging_power"],
+                averaging_warmup=group["averaging_warmup"],
+                beta_start=averaging_beta(group),
+                beta_growth=group["beta_growth"],
+                beta_growth_start=group["beta_growth_start"],
+            )
+            for i, (p, state, u) in enumerate(zip(params, states, U, strict=True)):
+                y = self._y(p, state)
+                z = averaging.z_of(y, state["d"], clock.beta[i])
+                dz = fast_step(y, z, u, clock.eta[i], layouts[i], group)
+                averaging.advance_(y, state["d"], dz, clock.c[i], clock.beta[i], clock.beta_next[i])
+                write_(p, y, state)
+                state["weight_sum"].copy_(clock.weight_sum[i])
+                state["beta"].copy_(clock.beta_next[i])
+        else:
+            for i, (p, state, u) in enumerate(zip(params, states, U, strict=True)):
+                y = self._y(p, state)
+                write_(p, y.add_(fast_step(y, y, u, (eta * ok)[i], layouts[i], group)), state)
+        for i, state in enumerate(states):
+            state["step"].copy_(t[i])
+
+    @property
+    def training(self) -> bool:
+        """Whether the model holds Y (train mode) rather than X (eval mode)."""
+        return self._training
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out for inf or NaN gradients; reads one number from the device."""
+        return max((int(count.item()) for count in self._skipped.values()), default=0)
+
+    # ------------------------------------------------------- modes, averages
+
+    @staticmethod
+    def _y(p: Tensor, state: State) -> Tensor:
+        """Y in the precision of the update: the parameter itself, or a new tensor where the parameter is narrower."""
+        return p.detach() if "residual" not in state else p.to(state["residual"].dtype) + state["residual"]
+
+    def iterates(self, p: Tensor) -> Iterates:
+        """Copies of X, Y and Z of a parameter, in any mode."""
+        if p not in self.state:
+            return Iterates(*(p.detach().clone() for _ in range(3)))
+        state = self.state[p]
+        y = self._y(state.get("y", p), state).clone()
+        if not self.averages:
+            return Iterates(y.clone(), y, y.clone())
+        return Iterates(averaging.x_of(y, state["d"], state["beta"]), y, averaging.z_of(y, state["d"], state["beta"]))
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """The model holds the average X until train(); Y is kept aside."""
+        if not self._training:
+            return
+        self._training = False
+        if self.averages:
+            for p, _, state in self._each():
+                y = p.detach().clone()
+                x = averaging.x_of(self._y(p, state), state["d"], state["beta"])
+                state["y"] = y
+                p.copy_(x)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """The model holds Y again, bit for bit what it was before eval()."""
+        for p, _, state in self._each():
+            if "y" in state:
+                p.copy_(state["y"])
+                del state["y"]
+        self._training = True
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model holds X; after, exactly what it held before, whatever happened. Nests."""
+        was_training = self._training
+        try:
+            self.eval()
+            yield
+        finally:
+            if was_training:
+                self.train()
+
+    @torch.no_grad()
+    def averaged_state_dict(self, model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """model.state_dict() with X in place of the parameters, as new tensors; the model is not touched.
+
+        dtype None keeps each parameter's own. Buffers are copied as they are: statistics of BatchNorm belong to Y
+        unless recalibrate_batch_norm ran at X.
+        """
+        average: dict[int, Tensor] = {}
+        for p, _, state in self._each():
+            if self.averages:
+                y = self._y(state.get("y", p), state)
+                average[id(p)] = averaging.x_of(y, state["d"], state["beta"]).to(dtype or p.dtype)
+        found = model.state_dict(keep_vars=True)
+        if average and not any(id(value) in average for value in found.values()):
+            raise ValueError("averaged_state_dict: none of the optimizer's parameters belong to this model")
+        for name, value in found.items():
+            if id(value) in average:
+                found[name] = average[id(value)]
+            elif isinstance(value, Tensor):
+                found[name] = value.detach().clone()
+        return found
+
+    # ----------------------------------------------------------------- files
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on, in either mode; says which sequence the weights hold and what they are."""
+        return files.pack(self, super().state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a state_dict(), once the weights saved with it are in the model; see docs/checkpoints.md."""
+        files.load(self, state_dict)
+
+    def restore(self, *, training: bool, skipped_steps: int) -> None:
+        """The part of a loaded state that belongs to no parameter."""
+        self._training = training
+        device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else torch.device("cpu")
+        self._skipped = {device: torch.tensor(skipped_steps, dtype=averaging.scalar_dtype(device), device=device)}
+
+
+def compute_dtype(p: Tensor) -> torch.dtype:
+    """The precision of an update: the parameter's, float32 at least."""
+    return torch.promote_types(p.dtype, torch.float32)
+
+
+def averaging_beta(group: Group) -> float:
+    return float(group["beta"] if "beta" in group else group["betas"][0])
+
+
+def fast_step(y: Tensor, z: Tensor, u: Tensor, eta: Tensor, layout: Layout, group: Group) -> Tensor:
+    """z' − z = −η (U + λ z or y), then z' onto the ball that the group asks for."""
+    if group["weight_decay"] and group.get("decay_at", "z") is not None:
+        u = u + group["weight_decay"] * (y if group.get("decay_at") == "y" else z)
+    dz = u * -eta.to(u.dtype)
+    if group.get("projection") is not None:
+        inside = [project(piece, group["projection"], group["radius"]) for piece in layout.pieces(z + dz)]
+        dz = torch.where(eta > 0, layout.join(inside, z.shape) - z, 0)
+    return dz
+
+
+def write_(p: Tensor, y: Tensor, state: State) -> None:
+    """p ← y, rounded where p is narrower; what rounding took away stays in the residual."""
+    if "residual" in state:
+        p.copy_(y)
+        state["residual"].copy_(y.sub_(p.to(y.dtype)))

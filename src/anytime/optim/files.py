@@ -1,0 +1,210 @@
+"""What a state dict holds beyond torch's, and how it comes back: matched, checked whole, and only then applied.
+
+Everything is in the two places that torch's tools carry along: per parameter a fingerprint of its weights, per group
+plain values, among them the algorithm, the sequence the weights held (y, or x in eval mode) and the order in which the
+parameters were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .options import FOREIGN, from_plain, to_plain, validate
+
+if TYPE_CHECKING:
+    from .base import AnytimeOptimizer
+
+FORMAT = 1
+_ABOUT = ("algorithm", "format", "sequence", "skipped_steps")
+_PLACES = ("params", "param_names", "layouts", "order")
+_CHUNK = 1 << 22
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A 64-bit hash of a tensor's bits, as a 0-dim int64 tensor on its device.
+
+    A sum over elements of (bits + 1) times an odd number of the element's position, modulo 2^64: independent of the
+    order of summation, so that shards can be added up.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    bits = flat.view(integers)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        chunk = bits[start : start + _CHUNK].to(torch.int64)
+        place = torch.arange(start, start + chunk.numel(), device=tensor.device, dtype=torch.int64)
+        total += ((chunk + 1) * (place * 0x5851F42D4C957F2E + 0x14057B7EF767814F)).sum()
+    return total
+
+
+def pack(optimizer: AnytimeOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    """torch's state dict made self-describing; tensors are still the optimizer's own, as torch's are."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    about = {
+        "algorithm": type(optimizer).__name__,
+        "format": FORMAT,
+        "sequence": "y" if optimizer.training else "x",
+        "skipped_steps": optimizer.skipped_steps,
+    }
+    return {
+        **packed,
+        "state": {
+            index: {**state, "fingerprint": fingerprint(params[index])} for index, state in packed["state"].items()
+        },
+        "param_groups": [
+            {**{key: to_plain(key, value) for key, value in group.items()}, **about} for group in packed["param_groups"]
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """One parameter of a state dict."""
+
+    group: int
+    rule: str
+    layout: str
+    state: Mapping[str, Tensor] | None
+
+
+def load(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> None:
+    state_dict = dict(state_dict)
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = pre_hook(optimizer, state_dict) or state_dict
+    about = _about(optimizer, state_dict)
+    pairs = _pair_up(optimizer, state_dict)
+    states = {p: _checked(optimizer, p, name, saved, about) for p, (name, saved) in pairs.items()}
+    groups = [_merged(optimizer, group, pairs, state_dict["param_groups"]) for group in optimizer.param_groups]
+
+    optimizer.state.clear()
+    optimizer.state.update({p: state for p, state in states.items() if state is not None})
+    for group, merged in zip(optimizer.param_groups, groups, strict=True):
+        group.update(merged)
+    optimizer.restore(training=about["sequence"] == "y", skipped_steps=about["skipped_steps"])
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+def _about(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    if not {"state", "param_groups"} <= state_dict.keys() or not state_dict["param_groups"]:
+        raise ValueError(f"this is no optimizer state: it has the keys {sorted(map(str, state_dict))}")
+    first = state_dict["param_groups"][0]
+    mine = type(optimizer).__name__
+    if "algorithm" not in first:
+        raise ValueError(
+            f"this state was not saved by {mine}; to start from a checkpoint of AdamW, Muon or schedulefree use "
+            "anytime.start_from(optimizer, state)"
+        )
+    if first["algorithm"] != mine:
+        raise ValueError(f"the state is of {first['algorithm']}, this optimizer is {mine}")
+    if first["format"] > FORMAT:
+        raise ValueError(f"the state has format {first['format']}; this version reads up to {FORMAT}: upgrade anytime")
+    return {key: first[key] for key in _ABOUT}
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
+    if not all("param_names" in group for group in groups):
+        return None
+    return [name for group in groups for name in group["param_names"]]
+
+
+def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, tuple[str, _Saved]]:
+    """Each parameter with its saved self: by name where both sides have names, else by the order they were given."""
+    saved_groups = state_dict["param_groups"]
+    saved = [
+        _Saved(number, group["rule"], layout, state_dict["state"].get(index))
+        for number, group in enumerate(saved_groups)
+        for index, layout in zip(group["params"], group["layouts"], strict=True)
+    ]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    names, saved_names = _names(optimizer.param_groups), _names(saved_groups)
+    keys: Sequence[Any]
+    if names is not None and saved_names is not None:
+        keys, saved_keys = names, saved_names
+        if set(keys) != set(saved_keys):
+            missing, extra = sorted(set(keys) - set(saved_keys)), sorted(set(saved_keys) - set(keys))
+            raise ValueError(
+                f"names differ: the state lacks {_some(missing)} and has {_some(extra)} that this optimizer lacks"
+            )
+    else:
+        if len(params) != len(saved):
+            raise ValueError(f"the state is of {len(saved)} parameters, this optimizer has {len(params)}")
+        keys = [i for group in optimizer.param_groups for i in group["order"]]
+        saved_keys = [i for group in saved_groups for i in group["order"]]
+    found = dict(zip(saved_keys, saved, strict=True))
+    labels = names or [f"parameter {i}" for i in keys]
+    return {p: (label, found[key]) for p, label, key in zip(params, labels, keys, strict=True)}
+
+
+def _checked(
+    optimizer: AnytimeOptimizer, p: Tensor, name: str, saved: _Saved, about: Mapping[str, Any]
+) -> dict[str, Tensor] | None:
+    """The parameter's new state, or the error that says why this state is not its own."""
+    group, layout = optimizer.place_of(p)
+    if (saved.rule, saved.layout) != (group["rule"], layout):
+        raise ValueError(
+            f"{name} followed the rule {saved.rule!r} read as {saved.layout!r} in the state, "
+            f"here {group['rule']!r} read as {layout!r}"
+        )
+    if saved.state is None:
+        return None
+    spec = optimizer.state_spec(p, group, layout)
+    kept = {key: value for key, value in saved.state.items() if key != "fingerprint"}
+    expected = {key: shape for key, (shape, _) in spec.items()}
+    if about["sequence"] == "x" and optimizer.averages:
+        expected["y"] = tuple(p.shape)
+    shapes = {key: tuple(value.shape) for key, value in kept.items()}
+    if shapes != expected:
+        wrong = [k for k in sorted({*shapes, *expected}) if shapes.get(k) != expected.get(k)]
+        detail = ", ".join(f"{k} is {shapes.get(k, 'absent')} and should be {expected.get(k, 'absent')}" for k in wrong)
+        raise ValueError(f"the state of {name} ({tuple(p.shape)}, {p.dtype}) does not fit: {detail}")
+    if "y" in kept and kept["y"].dtype != p.dtype:
+        raise ValueError(f"the state of {name} was saved with {kept['y'].dtype} weights, here they are {p.dtype}")
+    stated = saved.state.get("fingerprint")
+    if stated is not None and int(stated) != int(fingerprint(p)):
+        held = "the iterate Y (train mode)" if about["sequence"] == "y" else "the average X (eval mode)"
+        raise ValueError(
+            f"the weights of {name} are not those the state was saved with, which were {held}: load the weights "
+            "first, saved at the same moment and in the same mode. (To go on from other weights on purpose, remove "
+            "'fingerprint' from the state's entries.)"
+        )
+    new = {}
+    for key, value in kept.items():
+        like = torch.empty_like(p, dtype=value.dtype, requires_grad=False) if value.shape == p.shape else None
+        new[key] = value.to(p.device, copy=True) if like is None else like.copy_(value)
+    return new
+
+
+def _merged(
+    optimizer: AnytimeOptimizer,
+    group: Mapping[str, Any],
+    pairs: Mapping[Tensor, tuple[str, _Saved]],
+    saved_groups: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The saved options of a group that has the same members still; a regrouped one keeps its own."""
+    origins = {pairs[p][1].group for p in group["params"]}
+    if len(origins) != 1:
+        return {}
+    saved = saved_groups[origins.pop()]
+    if len(saved["params"]) != len(group["params"]):
+        return {}
+    merged = {
+        key: from_plain(key, value, group.get(key))
+        for key, value in saved.items()
+        if key not in _ABOUT and key not in _PLACES
+    }
+    validate({k: v for k, v in merged.items() if k != "rule"}, [*group, *FOREIGN], type(optimizer).__name__)
+    return merged
+
+
+def _some(names: Sequence[str]) -> str:
+    return (
+        "nothing"
+        if not names
+        else ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    )

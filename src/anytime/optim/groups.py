@@ -1,0 +1,109 @@
+"""From what a user gives to the groups that torch keeps: one rule each, every option present and legal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from .. import routing
+from .options import FOREIGN, validate
+
+Group = dict[str, Any]
+Options = Mapping[str, Any]
+
+#: Without the prefix adam_, these options of a group hold for its matrices and for the rest alike.
+_SHARED = frozenset(
+    ("lr", "rate", "weight_decay", "warmup_steps", "averaging_power", "averaging_warmup", "beta_growth")
+) | {"beta_growth_start"}
+_ROUTING = ("rule", "split", "pattern")
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A rule's name (of `rules.RULES`) and its options with their defaults."""
+
+    rule: str
+    options: Options
+
+
+@dataclass(frozen=True)
+class Router:
+    """What an optimizer does with parameters: a rule for matrices (or None: one rule for all), one for the rest."""
+
+    owner: str
+    matrix: Ruled | None
+    rest: Ruled
+    rules: routing.Rules
+    unmatched: str
+
+    def __post_init__(self) -> None:
+        if self.unmatched not in ("auto", "raise"):
+            raise ValueError(f"{self.owner}: unmatched is {self.unmatched!r}; it must be 'auto' or 'raise'")
+        for ruled in filter(None, (self.matrix, self.rest)):
+            validate(ruled.options, ruled.options, self.owner)
+
+    def resolve(
+        self, collected: Sequence[tuple[list[routing.Given], Group]], *, offset: int = 0, complete: bool = True
+    ) -> tuple[list[Group], list[routing.Entry]]:
+        """(groups, plan entries in the order given) of the user's groups; `offset` parameters came before."""
+        everything = [given for members, _ in collected for given in members]
+        matched = iter(routing.match(everything, self.rules, unmatched=self.unmatched, complete=complete))
+        sizes = routing.embedding_sizes(everything)
+        routed: list[list[tuple[routing.Given, routing.Entry, Group]]] = []
+        for members, options in collected:
+            routed.append([])
+            for given in members:
+                own = next(matched)
+                entry = routing.classify(given, offset + sum(map(len, routed)), sizes, {**options, **own})
+                routed[-1].append((given, entry, own))
+        patterns_of_matrices = {own.get("pattern") for part in routed for _, entry, own in part if entry.matrix}
+
+        groups: list[Group] = []
+        entries: list[routing.Entry] = []
+        for (_, options), part in zip(collected, routed, strict=True):
+            made: dict[str, Group] = {}
+            group_has_matrix = any(entry.matrix for _, entry, _ in part)
+            for given, entry, own in part:
+                values = {
+                    **self._own(options, entry.matrix, group_has_matrix),
+                    **self._own(own, entry.matrix, own.get("pattern") in patterns_of_matrices),
+                }
+                group = self._group(entry.matrix, values)
+                group = made.setdefault(repr(sorted(group.items())), group)
+                group["params"].append(given.param if given.name is None else (given.name, given.param))
+                group["layouts"].append(str(entry.layout))
+                group["order"].append(offset + len(entries))
+                entries.append(replace(entry, rule=group["rule"], rate=group["rate"]))
+            groups.extend(made.values() if part else [self._group(True, self._own(options, True, True))])
+        return groups, entries
+
+    def _group(self, matrix: bool, values: Options) -> Group:
+        ruled = self.matrix if matrix and self.matrix else self.rest
+        group = {"params": [], "rule": ruled.rule, **ruled.options, **values, "layouts": [], "order": []}
+        if isinstance(group["lr"], Tensor):
+            group["lr"] = group["lr"].clone()  # a scheduler multiplies each group's in place
+        return group
+
+    def _own(self, given: Options, matrix: bool, has_matrix: bool) -> Group:
+        """The options that a user's group or pattern sets for one parameter of it.
+
+        A key goes to matrices, `adam_key` to the rest. Without the prefix a key reaches the rest too if both share its
+        meaning, or if the group or pattern covers no matrix at all.
+        """
+        given = {key: value for key, value in given.items() if key not in _ROUTING}
+        foreign = {key: value for key, value in given.items() if key in FOREIGN and key != "param_names"}
+        if self.matrix is None:
+            validate(given, self.rest.options, self.owner)
+            return given
+        prefixed = {f"adam_{key}": key for key in self.rest.options}
+        plain = {key: value for key, value in given.items() if key not in prefixed and key not in FOREIGN}
+        adam = {prefixed[key]: value for key, value in given.items() if key in prefixed}
+        validate(plain, {*self.matrix.options, *prefixed} if has_matrix else self.rest.options, self.owner)
+        validate(adam, self.rest.options, f"{self.owner}, adam_ options")
+        if matrix:
+            return {**foreign, **plain}
+        shared = {key: v for key, v in plain.items() if key in self.rest.options and (key in _SHARED or not has_matrix)}
+        return {**foreign, **shared, **adam}

@@ -1,0 +1,91 @@
+"""Keyword options that classes share, with their defaults, stated once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from ..routing import Rules
+
+
+class Handling(TypedDict, total=False):
+    """How any optimizer takes parameters and gradients; see AnytimeOptimizer."""
+
+    rules: Rules | None
+    unmatched: str
+    on_nonfinite: str
+
+
+class Average(Handling, total=False):
+    """The average of a schedule-free optimizer: w = η_t² t^averaging_power, X at Z for averaging_warmup steps, and
+    β_t = 1 − ((T0 − 1)/(t − 1))^beta_growth (1 − β) after step T0 = beta_growth_start."""
+
+    averaging_power: float
+    averaging_warmup: int
+    beta_growth: float
+    beta_growth_start: int
+
+
+class Adam(TypedDict, total=False):
+    """The (SF-)AdamW part of an optimizer of matrices; None takes the matrices' lr and weight_decay."""
+
+    adam_lr: float | Tensor | None
+    adam_betas: tuple[float, float] | None
+    adam_eps: float
+    adam_weight_decay: float | None
+    adam_decay_at: str | None
+    adam_bias_correction: str | None
+
+
+class Spectral(TypedDict, total=False):
+    """The polar factor of an optimizer of matrices and what it is taken of."""
+
+    nesterov: bool
+    momentum_dtype: torch.dtype | None
+    scaling: str | None
+    update_rms: float
+
+
+class ScheduledMatrices(Handling, Adam, total=False):
+    momentum_dtype: torch.dtype | None
+
+
+class ScheduledSpectral(Handling, Adam, Spectral, total=False):
+    pass
+
+
+class ScheduleFreeSpectral(Average, Adam, Spectral, total=False):
+    pass
+
+
+HANDLING: dict[str, Any] = {"rules": None, "unmatched": "auto", "on_nonfinite": "skip"}
+AVERAGE: dict[str, Any] = {
+    "averaging_power": 0.0,
+    "averaging_warmup": 0,
+    "beta_growth": 0.0,
+    "beta_growth_start": 200,
+}
+ADAM: dict[str, Any] = {
+    "adam_lr": None,
+    "adam_betas": None,
+    "adam_eps": 1e-8,
+    "adam_weight_decay": None,
+    "adam_decay_at": "y",
+    "adam_bias_correction": "rate",
+}
+SPECTRAL: dict[str, Any] = {"nesterov": False, "momentum_dtype": None, "scaling": "rms", "update_rms": 0.2}
+
+
+def take(given: Mapping[str, Any], owner: str, *tables: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """`given` sorted into the tables it may come from, defaults filled in; what is in none of them is an error."""
+    known = [key for table in tables for key in table]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(sorted(known))}"
+            raise TypeError(f"{owner} has no option {key!r}{hint}")
+    return [{key: given.get(key, default) for key, default in table.items()} for table in tables]

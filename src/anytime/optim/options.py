@@ -1,0 +1,116 @@
+"""Every option of every optimizer: what is legal, said in the error; and its plain form in files."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.polar import METHODS
+
+Check = Callable[[Any], bool]
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _between(low: float, high: float, *, closed: bool = False) -> Check:
+    return lambda v: _real(v) and low <= v and (v <= high if closed else v < high)
+
+
+def _whole(low: int) -> Check:
+    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low
+
+
+def _one_of(*choices: Any) -> Check:
+    return lambda v: any(v is c or (isinstance(v, str) and v == c) for c in choices)
+
+
+def _pair(check: Check) -> Check:
+    return lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(map(check, v))
+
+
+def _rate(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.is_floating_point()
+    return _real(value) and value >= 0
+
+
+def _dtype(value: Any) -> bool:
+    return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
+
+
+CHECKS: dict[str, tuple[Check, str]] = {
+    "lr": (_rate, "a number in [0, ∞) or a tensor of one element"),
+    "rate": (_between(0, math.inf), "a multiplier in [0, ∞)"),
+    "beta": (_between(0, 1, closed=True), "in [0, 1]"),
+    "betas": (_pair(_between(0, 1)), "two numbers in [0, 1)"),
+    "beta2": (_between(0, 1), "in [0, 1)"),
+    "momentum": (_between(0, 1), "in [0, 1)"),
+    "nesterov": (_one_of(True, False), "True or False"),
+    "eps": (_between(0, math.inf), "in [0, ∞)"),
+    "weight_decay": (_between(0, math.inf), "in [0, ∞)"),
+    "decay_at": (_one_of("z", "y", None), "'z', 'y' or None"),
+    "warmup_steps": (_whole(0), "a whole number in [0, ∞)"),
+    "row_norm": (_one_of(True, False), "True or False"),
+    "polar": (lambda v: callable(v) or v in METHODS, f"one of {', '.join(map(repr, METHODS))} or a callable"),
+    "polar_dtype": (_dtype, "a floating-point torch.dtype or None"),
+    "momentum_dtype": (_dtype, "a floating-point torch.dtype or None"),
+    "scaling": (_one_of("rms", "max-side", "aspect", None), "'rms', 'max-side', 'aspect' or None"),
+    "update_rms": (lambda v: _real(v) and v > 0, "in (0, ∞)"),
+    "averaging_power": (_between(0, math.inf), "in [0, ∞)"),
+    "averaging_warmup": (_whole(0), "a whole number in [0, ∞)"),
+    "beta_growth": (_between(0, math.inf), "an exponent in [0, ∞), 0 for a constant β"),
+    "beta_growth_start": (_whole(2), "a whole number in [2, ∞)"),
+    "bias_correction": (_one_of("rate", "moment", None), "'rate', 'moment' or None"),
+    "projection": (_one_of("frobenius", "spectral", None), "'frobenius', 'spectral' or None"),
+    "radius": (lambda v: v is None or (_real(v) and v > 0), "in (0, ∞), or None without a projection"),
+}
+#: Keys of a group that others than the optimizer write there; kept, not checked.
+FOREIGN = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name", "param_names"}
+
+
+def validate(options: Mapping[str, Any], known: Iterable[str], owner: str) -> None:
+    """Unknown keys and illegal values are errors that name the nearest key, or the value and its legal range."""
+    known = list(known)
+    for key, value in options.items():
+        if key in FOREIGN:
+            continue
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(sorted(known))}"
+            raise ValueError(f"{owner} has no option {key!r}{hint}")
+        check, legal = CHECKS[key]
+        if not check(value):
+            raise ValueError(f"{owner}: {key} is {value!r}; it must be {legal}")
+    if options.get("projection") is not None and options.get("radius") is None:
+        raise ValueError(
+            f"{owner}: projection is {options['projection']!r} and needs a radius in (0, ∞), but it is None"
+        )
+
+
+def to_plain(key: str, value: Any) -> Any:
+    """As it goes into a file: numbers, strings, lists and tensors, nothing that needs code to load."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if key == "polar" and callable(value):
+        return f"callable {getattr(value, '__qualname__', type(value).__name__)}"
+    return list(value) if isinstance(value, tuple) else value
+
+
+def from_plain(key: str, value: Any, current: Any) -> Any:
+    """The inverse; a callable cannot be in a file, so the optimizer's own stays."""
+    if key in ("polar_dtype", "momentum_dtype") and isinstance(value, str):
+        return getattr(torch, value)
+    if key == "polar" and isinstance(value, str) and value.startswith("callable "):
+        if not callable(current):
+            raise ValueError(
+                f"the state was saved with polar={value[9:]!r}, a callable: build the optimizer with it too"
+            )
+        return current
+    return tuple(value) if key == "betas" else value

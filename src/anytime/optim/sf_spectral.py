@@ -1,0 +1,181 @@
+"""SF-NorMuon (the paper's Algorithm 1), SF-Muon (without its rows' normalization) and SF-SpectralSGD (its theory)."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..core.polar import Polar
+from ..routing import Params, Rules
+from . import keywords
+from .base import AnytimeOptimizer
+from .groups import Ruled
+
+
+class ScheduleFreeSpectral(AnytimeOptimizer):
+    """Abstract: a schedule-free spectral rule for matrices, SF-AdamW for the rest."""
+
+    def __init__(self, params: Params, rule: str, options: dict[str, Any], more: keywords.ScheduleFreeSpectral) -> None:
+        average, adam, spectral, handling = keywords.take(
+            more, type(self).__name__, keywords.AVERAGE, keywords.ADAM, keywords.SPECTRAL, keywords.HANDLING
+        )
+        matrix = {"rate": 1.0, **options, **average, **spectral}
+        beta = options["betas"][0] if "betas" in options else options["beta"]
+        rest = {key.removeprefix("adam_"): value for key, value in adam.items()}
+        for key in ("lr", "weight_decay"):
+            rest[key] = options[key] if rest[key] is None else rest[key]
+        if rest["betas"] is None:
+            rest["betas"] = (beta if average["beta_growth"] else 0.95, 0.99)
+        rest |= {"rate": 1.0, "warmup_steps": options["warmup_steps"], **average}
+        super().__init__(params, matrix=Ruled(rule, matrix), rest=Ruled("sf-adamw", rest), **handling)
+
+
+@final
+class SFNorMuon(ScheduleFreeSpectral):
+    """Schedule-Free NorMuon for the matrices of hidden layers, Schedule-Free AdamW for all other parameters.
+
+        M ← μ M + (1 − μ) G           v ← β2 v + (1 − β2) mean_cols(P ⊙ P),  P = polar(M)
+        Z ← Z − η_t λ Z − 0.2 η_t √(mn) P̂ / ‖P̂‖_F,  P̂ = P / (√v + ε)
+        X ← (1 − c) X + c Z,  c = w / Σw,  w = η_t² t^r
+        Y = (1 − β) Z + β X           gradients are taken here
+
+    Args:
+        params: a module, parameters, named parameters, or groups of them.
+        lr, warmup_steps: η_t = lr · min(1, t / warmup_steps).
+        betas: β of the interpolation, 0 included, and β2 of the row statistics.
+        momentum: μ.
+        weight_decay, decay_at: λ, and where it acts: "z", "y" or None.
+        row_norm: False leaves P̂ = P.
+        polar: "newton-schulz", "polar-express", "quintic", "svd", or a callable from one matrix to another.
+        polar_dtype: the precision of the polar factor; None is bfloat16 on CUDA, the parameter's own elsewhere.
+        averaging_power, averaging_warmup: r, and for how many steps X stays at Z.
+        beta_growth, beta_growth_start: β_t = 1 − ((T0 − 1)/(t − 1))^growth (1 − β) after step T0; 0 keeps β.
+        momentum_dtype: a narrower M.
+        update_rms: the 0.2 above.
+        adam_*: of the SF-AdamW part. None: lr, weight_decay as above; betas (0.95, 0.99), or (β, 0.99) if β grows.
+        adam_bias_correction: "rate" multiplies η_t by √(1 − β2^t) as the paper does, "moment" divides v, None neither.
+        rules, unmatched, on_nonfinite: see AnytimeOptimizer.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.008,
+        betas: tuple[float, float] = (0.9, 0.95),
+        momentum: float = 0.8,
+        eps: float = 1e-8,
+        weight_decay: float = 0.05,
+        decay_at: str | None = "z",
+        warmup_steps: int = 2000,
+        row_norm: bool = True,
+        polar: Polar = "newton-schulz",
+        polar_dtype: torch.dtype | None = None,
+        averaging_power: float = 0.0,
+        averaging_warmup: int = 0,
+        *,
+        beta_growth: float = 0.0,
+        beta_growth_start: int = 200,
+        momentum_dtype: torch.dtype | None = None,
+        update_rms: float = 0.2,
+        adam_lr: float | Tensor | None = None,
+        adam_betas: tuple[float, float] | None = None,
+        adam_eps: float = 1e-8,
+        adam_weight_decay: float | None = None,
+        adam_decay_at: str | None = "y",
+        adam_bias_correction: str | None = "rate",
+        rules: Rules | None = None,
+        unmatched: str = "auto",
+        on_nonfinite: str = "skip",
+    ) -> None:
+        options: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "momentum": momentum,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        options |= {"decay_at": decay_at, "warmup_steps": warmup_steps, "row_norm": row_norm}
+        options |= {"polar": polar, "polar_dtype": polar_dtype}
+        more: keywords.ScheduleFreeSpectral = {
+            "averaging_power": averaging_power,
+            "averaging_warmup": averaging_warmup,
+            "beta_growth": beta_growth,
+            "beta_growth_start": beta_growth_start,
+            "momentum_dtype": momentum_dtype,
+            "update_rms": update_rms,
+            "adam_lr": adam_lr,
+            "adam_betas": adam_betas,
+            "adam_eps": adam_eps,
+            "adam_weight_decay": adam_weight_decay,
+            "adam_decay_at": adam_decay_at,
+            "adam_bias_correction": adam_bias_correction,
+            "rules": rules,
+            "unmatched": unmatched,
+            "on_nonfinite": on_nonfinite,
+        }
+        super().__init__(params, "normuon", options, more)
+
+
+@final
+class SFMuon(ScheduleFreeSpectral):
+    """SF-NorMuon without the normalization of rows: Z ← Z − η_t λ Z − 0.2 η_t √(mn) P / ‖P‖_F."""
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.008,
+        beta: float = 0.9,
+        momentum: float = 0.8,
+        weight_decay: float = 0.05,
+        decay_at: str | None = "z",
+        warmup_steps: int = 2000,
+        polar: Polar = "newton-schulz",
+        polar_dtype: torch.dtype | None = None,
+        **more: Unpack[keywords.ScheduleFreeSpectral],
+    ) -> None:
+        options: dict[str, Any] = {
+            "lr": lr,
+            "beta": beta,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "decay_at": decay_at,
+        }
+        options |= {"warmup_steps": warmup_steps, "row_norm": False, "polar": polar, "polar_dtype": polar_dtype}
+        super().__init__(params, "muon", options, more)
+
+
+@final
+class SFSpectralSGD(ScheduleFreeSpectral):
+    """Z ← Z − η polar(M), M_1 = G_1, with the exact polar factor, no scaling, and no decay unless asked for.
+
+    projection: "frobenius" or "spectral" keeps each matrix of Z in that ball of the given radius; None does not.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.01,
+        beta: float = 0.9,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        decay_at: str | None = "z",
+        warmup_steps: int = 0,
+        projection: str | None = None,
+        radius: float | None = None,
+        polar: Polar = "svd",
+        **more: Unpack[keywords.ScheduleFreeSpectral],
+    ) -> None:
+        options: dict[str, Any] = {
+            "lr": lr,
+            "beta": beta,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "decay_at": decay_at,
+        }
+        options |= {"warmup_steps": warmup_steps, "row_norm": False, "polar": polar, "polar_dtype": None}
+        options |= {"projection": projection, "radius": radius}
+        more.setdefault("scaling", None)
+        super().__init__(params, "spectral-sgd", options, more)
