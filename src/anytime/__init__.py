@@ -1,6 +1,8 @@
 """anytime: train neural networks without knowing how long you will train."""
 
+from .batch_norm import recalibrate_batch_norm
 from .optim.base import AnytimeOptimizer, Iterates
+from .optim.migrate import start_from
 from .optim.scheduled import AdamW, Lion, Muon, NorMuon, Shampoo, SignSGD, SpectralDescent
 from .optim.sf_elementwise import SFSGD, SFAdamW, SFLion
 from .optim.sf_spectral import SFMuon, SFNorMuon, SFSpectralSGD
@@ -22,4 +24,6 @@ __all__ = [
     "Shampoo",
     "SignSGD",
     "SpectralDescent",
+    "recalibrate_batch_norm",
+    "start_from",
 ]

@@ -70,12 +70,13 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         self._on_nonfinite = on_nonfinite
         self._training = True
         self._skipped: dict[torch.device, Tensor] = {}
+        self._fitted: dict[Tensor, tuple[torch.device, torch.dtype]] = {}
         groups, self.plan.entries = self._router.resolve(routing.collect(params))
         super().__init__(groups, dict((matrix or rest).options))
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("plan", "_router", "_on_nonfinite", "_training", "_skipped")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_fitted": {}}
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds parameters, routed as the constructor's are: matrices and others become a group each."""
@@ -109,31 +110,30 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         return spec | {"step": ((), scalar)}
 
     def _ensure_state(self, p: Tensor, group: Group, layout: str) -> State:
-        """The parameter's state, created or moved where the parameter has gone; idempotent."""
-        state: State = self.state.get(p, {})
-        fits = state and state["step"].device == p.device and ("residual" in state) == (p.dtype != compute_dtype(p))
-        if not fits or (self.averages and state["d"].dtype != compute_dtype(p)):
-            old = dict(state)
-            for name, (shape, dtype) in self.state_spec(p, group, layout).items():
-                if name in old and not old[name].is_meta:
-                    state[name] = old[name].to(p.device, dtype)
-                elif shape == tuple(p.shape):
-                    state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
-                else:
-                    state[name] = torch.zeros(shape, dtype=dtype, device=p.device)
-            if "residual" in state and p.dtype == compute_dtype(p):
-                del state["residual"]
-            if "y" in state:
-                state["y"] = state["y"].to(p.device, p.dtype)
-            self.state[p] = state
-        return state
+        """The parameter's state, created, or moved where the parameter has gone; idempotent."""
+        if self._fitted.get(p) == (p.device, p.dtype) and p in self.state:
+            return self.state[p]
+        old: State = self.state.get(p, {})
+        new: State = {}
+        for name, (shape, dtype) in self.state_spec(p, group, layout).items():
+            if name in old and not old[name].is_meta:
+                new[name] = old[name].to(p.device, dtype)
+            elif shape == tuple(p.shape):
+                new[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+            else:
+                new[name] = torch.zeros(shape, dtype=dtype, device=p.device)
+        if "y" in old:
+            new["y"] = old["y"].to(p.device, p.dtype)
+        self.state[p] = new
+        self._fitted[p] = (p.device, p.dtype)
+        return new
 
-    def place_of(self, p: Tensor) -> tuple[Group, str]:
-        """The group of a parameter and how it is read there."""
+    def ensure_state(self, p: Tensor) -> State:
+        """The state of a parameter, created if it has none yet because it was frozen."""
         for group in self.param_groups:
             for member, layout in zip(group["params"], group["layouts"], strict=True):
                 if member is p:
-                    return group, layout
+                    return self._ensure_state(p, group, layout)
         raise KeyError(f"a tensor of shape {tuple(p.shape)} is not a parameter of this optimizer")
 
     def _each(self) -> Iterator[tuple[Tensor, Group, State]]:
@@ -340,6 +340,7 @@ class AnytimeOptimizer(torch.optim.Optimizer):
     def restore(self, *, training: bool, skipped_steps: int) -> None:
         """The part of a loaded state that belongs to no parameter."""
         self._training = training
+        self._fitted.clear()
         device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else torch.device("cpu")
         self._skipped = {device: torch.tensor(skipped_steps, dtype=averaging.scalar_dtype(device), device=device)}
 

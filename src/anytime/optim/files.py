@@ -72,14 +72,26 @@ class _Saved:
     state: Mapping[str, Tensor] | None
 
 
+@dataclass(frozen=True)
+class _Pair:
+    """A parameter of the optimizer and its saved self."""
+
+    param: Tensor
+    name: str
+    group: Mapping[str, Any]
+    layout: str
+    saved: _Saved
+
+
 def load(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> None:
     state_dict = dict(state_dict)
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = pre_hook(optimizer, state_dict) or state_dict
     about = _about(optimizer, state_dict)
     pairs = _pair_up(optimizer, state_dict)
-    states = {p: _checked(optimizer, p, name, saved, about) for p, (name, saved) in pairs.items()}
-    groups = [_merged(optimizer, group, pairs, state_dict["param_groups"]) for group in optimizer.param_groups]
+    states = {pair.param: _checked(optimizer, pair, about["sequence"]) for pair in pairs}
+    origin = {pair.param: pair.saved.group for pair in pairs}
+    groups = [_merged(optimizer, group, origin, state_dict["param_groups"]) for group in optimizer.param_groups]
 
     optimizer.state.clear()
     optimizer.state.update({p: state for p, state in states.items() if state is not None})
@@ -113,7 +125,7 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
     return [name for group in groups for name in group["param_names"]]
 
 
-def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, tuple[str, _Saved]]:
+def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> list[_Pair]:
     """Each parameter with its saved self: by name where both sides have names, else by the order they were given."""
     saved_groups = state_dict["param_groups"]
     saved = [
@@ -121,7 +133,11 @@ def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> dict
         for number, group in enumerate(saved_groups)
         for index, layout in zip(group["params"], group["layouts"], strict=True)
     ]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    here = [
+        (p, group, layout)
+        for group in optimizer.param_groups
+        for p, layout in zip(group["params"], group["layouts"], strict=True)
+    ]
     names, saved_names = _names(optimizer.param_groups), _names(saved_groups)
     keys: Sequence[Any]
     if names is not None and saved_names is not None:
@@ -132,31 +148,31 @@ def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> dict
                 f"names differ: the state lacks {_some(missing)} and has {_some(extra)} that this optimizer lacks"
             )
     else:
-        if len(params) != len(saved):
-            raise ValueError(f"the state is of {len(saved)} parameters, this optimizer has {len(params)}")
+        if len(here) != len(saved):
+            raise ValueError(f"the state is of {len(saved)} parameters, this optimizer has {len(here)}")
         keys = [i for group in optimizer.param_groups for i in group["order"]]
         saved_keys = [i for group in saved_groups for i in group["order"]]
     found = dict(zip(saved_keys, saved, strict=True))
     labels = names or [f"parameter {i}" for i in keys]
-    return {p: (label, found[key]) for p, label, key in zip(params, labels, keys, strict=True)}
+    return [
+        _Pair(p, label, group, layout, found[key])
+        for (p, group, layout), label, key in zip(here, labels, keys, strict=True)
+    ]
 
 
-def _checked(
-    optimizer: AnytimeOptimizer, p: Tensor, name: str, saved: _Saved, about: Mapping[str, Any]
-) -> dict[str, Tensor] | None:
-    """The parameter's new state, or the error that says why this state is not its own."""
-    group, layout = optimizer.place_of(p)
-    if (saved.rule, saved.layout) != (group["rule"], layout):
+def _checked(optimizer: AnytimeOptimizer, pair: _Pair, sequence: str) -> dict[str, Tensor] | None:
+    """The parameter's new state, or the error that says why the saved one is not its own."""
+    p, name, saved = pair.param, pair.name, pair.saved
+    if (saved.rule, saved.layout) != (pair.group["rule"], pair.layout):
         raise ValueError(
             f"{name} followed the rule {saved.rule!r} read as {saved.layout!r} in the state, "
-            f"here {group['rule']!r} read as {layout!r}"
+            f"here {pair.group['rule']!r} read as {pair.layout!r}"
         )
     if saved.state is None:
         return None
-    spec = optimizer.state_spec(p, group, layout)
     kept = {key: value for key, value in saved.state.items() if key != "fingerprint"}
-    expected = {key: shape for key, (shape, _) in spec.items()}
-    if about["sequence"] == "x" and optimizer.averages:
+    expected = {key: shape for key, (shape, _) in optimizer.state_spec(p, pair.group, pair.layout).items()}
+    if sequence == "x" and optimizer.averages:
         expected["y"] = tuple(p.shape)
     shapes = {key: tuple(value.shape) for key, value in kept.items()}
     if shapes != expected:
@@ -167,7 +183,7 @@ def _checked(
         raise ValueError(f"the state of {name} was saved with {kept['y'].dtype} weights, here they are {p.dtype}")
     stated = saved.state.get("fingerprint")
     if stated is not None and int(stated) != int(fingerprint(p)):
-        held = "the iterate Y (train mode)" if about["sequence"] == "y" else "the average X (eval mode)"
+        held = "the iterate Y (train mode)" if sequence == "y" else "the average X (eval mode)"
         raise ValueError(
             f"the weights of {name} are not those the state was saved with, which were {held}: load the weights "
             "first, saved at the same moment and in the same mode. (To go on from other weights on purpose, remove "
@@ -183,11 +199,11 @@ def _checked(
 def _merged(
     optimizer: AnytimeOptimizer,
     group: Mapping[str, Any],
-    pairs: Mapping[Tensor, tuple[str, _Saved]],
+    origin: Mapping[Tensor, int],
     saved_groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The saved options of a group that has the same members still; a regrouped one keeps its own."""
-    origins = {pairs[p][1].group for p in group["params"]}
+    origins = {origin[p] for p in group["params"]}
     if len(origins) != 1:
         return {}
     saved = saved_groups[origins.pop()]
