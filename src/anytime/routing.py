@@ -196,7 +196,7 @@ def classify(given: Given, index: int, embedding_sizes: set[int], overrides: Ove
     shape = tuple(param.shape)
     if param.is_complex() or not param.is_floating_point():
         raise TypeError(f"{name} is {param.dtype}: only real floating-point parameters can be optimized")
-    flat = isinstance(module, nn.modules.conv._ConvNd) or (param.ndim > 3 and not _is_experts(module))
+    flat = isinstance(module, nn.modules.conv._ConvNd) or param.ndim > 3
     layout = _layout(name, shape, flat, overrides.get("split"))
     matrix, reason = _automatic(given, name, layout, embedding_sizes)
     forced = overrides.get("rule")
@@ -204,7 +204,9 @@ def classify(given: Given, index: int, embedding_sizes: set[int], overrides: Ove
         if forced not in ("matrix", "rest"):
             raise ValueError(f"rule for {name} is {forced!r}; it must be 'matrix' or 'rest'")
         if forced == "matrix" and (param.ndim < 2 or param.numel() == 0):
-            raise ValueError(f"{name} of shape {shape} cannot follow the matrix rule: it has no two dimensions")
+            raise ValueError(
+                f"{name} of shape {shape} cannot follow the matrix rule: a matrix has two dimensions, not empty"
+            )
         where = f"pattern {overrides['pattern']!r}" if "pattern" in overrides else "its group"
         matrix, reason = forced == "matrix", f"{where} says so"
     elif layout.sizes and not matrix:
@@ -226,10 +228,6 @@ def embedding_sizes(given: Sequence[Given]) -> set[int]:
         for g in given
         if isinstance(g.module, nn.Embedding | nn.EmbeddingBag) and g.module.num_embeddings > 1
     }
-
-
-def _is_experts(module: nn.Module | None) -> bool:
-    return module is not None and not isinstance(module, nn.modules.conv._ConvNd)
 
 
 def _automatic(given: Given, name: str, layout: Layout, sizes: set[int]) -> tuple[bool, str]:

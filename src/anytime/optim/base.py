@@ -78,6 +78,15 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         own = ("plan", "_router", "_on_nonfinite", "_training", "_skipped")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_fitted": {}}
 
+    def __repr__(self) -> str:
+        lists = ("params", "param_names", "layouts", "order", "rule")
+        lines = [
+            f"  {group['rule']}, {len(group['params'])} parameters: "
+            + ", ".join(f"{key}={value!r}" for key, value in sorted(group.items()) if key not in lists)
+            for group in self.param_groups
+        ]
+        return "\n".join([f"{type(self).__name__} (", *lines, ")"])
+
     def add_param_group(self, param_group: Group) -> None:
         """Adds parameters, routed as the constructor's are: matrices and others become a group each."""
         if "layouts" in param_group:  # resolved
@@ -97,7 +106,9 @@ class AnytimeOptimizer(torch.optim.Optimizer):
 
     # ----------------------------------------------------------------- state
 
-    def state_spec(self, p: Tensor, group: Group, layout: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def state_spec(
+        self, p: Tensor, group: Mapping[str, Any], layout: str
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name to shape and dtype of everything kept for a parameter between steps in train mode."""
         scalar, precise = averaging.scalar_dtype(p.device), compute_dtype(p)
         shape = tuple(p.shape)
@@ -112,7 +123,8 @@ class AnytimeOptimizer(torch.optim.Optimizer):
     def _ensure_state(self, p: Tensor, group: Group, layout: str) -> State:
         """The parameter's state, created, or moved where the parameter has gone; idempotent."""
         if self._fitted.get(p) == (p.device, p.dtype) and p in self.state:
-            return self.state[p]
+            state: State = self.state[p]
+            return state
         old: State = self.state.get(p, {})
         new: State = {}
         for name, (shape, dtype) in self.state_spec(p, group, layout).items():
@@ -204,8 +216,9 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         if self._on_nonfinite == "raise" and finite and not next(iter(finite.values())).item():
             raise RuntimeError("a gradient holds inf or NaN; nothing was changed (on_nonfinite='raise')")
         for device, ok in finite.items():
-            before = self._skipped.get(device)
-            self._skipped[device] = 1 - ok if before is None else before + (1 - ok)
+            if device not in self._skipped:
+                self._skipped[device] = torch.zeros_like(ok)
+            self._skipped[device].add_(1 - ok)
         return finite
 
     def _update(self, group: Group, members: list[tuple[Tensor, State, Layout]], ok: Tensor) -> None:

@@ -1,0 +1,138 @@
+"""Checkpoints of AdamW, Muon and schedulefree as a start."""
+
+import pytest
+import schedulefree
+import torch
+from torch import Tensor, nn
+
+import anytime
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def backward(model: nn.Module, step: int) -> None:
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    model.zero_grad()
+    (model(x) - x[:, :4].sin()).square().mean().backward()
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int) -> None:
+    for step in range(start, stop):
+        backward(model, step)
+        optimizer.step()
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).norm() <= 1e-10 * b.norm())
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("named", [True, False])
+def test_schedulefree_adamw_goes_on_where_it_was(mode, named):
+    settings = {"lr": 0.01, "betas": (0.9, 0.98), "weight_decay": 0.1, "warmup_steps": 10}
+    theirs, ours = network(), network()
+    sf = schedulefree.AdamWScheduleFree(theirs.named_parameters() if named else theirs.parameters(), **settings)
+    sf.train()
+    run(theirs, sf, 0, 25)
+    if mode == "eval":
+        sf.eval()
+    ours.load_state_dict(theirs.state_dict())
+    optimizer = anytime.SFAdamW(ours, bias_correction="moment", **settings)
+    anytime.start_from(optimizer, sf.state_dict())
+    sf.train()
+    run(theirs, sf, 25, 50)
+    run(ours, optimizer, 25, 50)
+    assert all(near(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+    sf.eval()
+    with optimizer.averaged():
+        assert all(near(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_schedulefree_sgd_goes_on_where_it_was():
+    theirs, ours = network(), network()
+    sf = schedulefree.SGDScheduleFree(theirs.parameters(), lr=0.1, momentum=0.8)
+    sf.train()
+    run(theirs, sf, 0, 12)
+    ours.load_state_dict(theirs.state_dict())
+    optimizer = anytime.SFSGD(ours, lr=0.1, beta=0.8)
+    anytime.start_from(optimizer, sf.state_dict())
+    run(theirs, sf, 12, 30)
+    run(ours, optimizer, 12, 30)
+    assert all(near(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_adamw_goes_on_as_adamw():
+    theirs, ours = network(), network()
+    torch_adamw = torch.optim.AdamW(theirs.parameters(), lr=0.01, betas=(0.8, 0.9))
+    run(theirs, torch_adamw, 0, 10)
+    ours.load_state_dict(theirs.state_dict())
+    optimizer = anytime.AdamW(ours, lr=0.01, betas=(0.8, 0.9), weight_decay=0.01)
+    anytime.start_from(optimizer, torch_adamw.state_dict())
+    run(theirs, torch_adamw, 10, 20)
+    run(ours, optimizer, 10, 20)
+    assert all(near(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_adamw_to_sf_normuon_keeps_moments_and_time_and_starts_the_average_at_the_weights():
+    model = network()
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run(model, adamw, 0, 10)
+    optimizer = anytime.SFNorMuon(model, lr=0.01, warmup_steps=5)
+    anytime.start_from(optimizer, adamw.state_dict())
+    weight, bias = model[0].weight, model[0].bias
+    assert torch.equal(optimizer.state[weight]["momentum"], adamw.state[weight]["exp_avg"])
+    assert torch.equal(optimizer.state[bias]["second_moment"], adamw.state[bias]["exp_avg_sq"])
+    assert optimizer.state[weight]["step"] == 10
+    before = optimizer.iterates(weight)
+    assert torch.equal(before.x, before.z)
+    run(model, optimizer, 10, 11)
+    after = optimizer.iterates(weight)
+    assert near(
+        (after.z - before.z * (1 - 0.01 * 0.05)).square().mean().sqrt(), torch.tensor(0.2 * 0.01, dtype=torch.float64)
+    )
+
+
+def test_muon_and_adamw_side_by_side():
+    model = network()
+    matrices = [model[0].weight, model[2].weight]
+    rest = [model[0].bias, model[2].bias]
+    muon, adamw = torch.optim.Muon(matrices), torch.optim.AdamW(rest)
+    for step in range(6):
+        backward(model, step)
+        muon.step()
+        adamw.step()
+    optimizer = anytime.SFNorMuon(model, warmup_steps=3)
+    anytime.start_from(optimizer, muon.state_dict(), params=matrices, step=6)
+    with pytest.raises(ValueError, match="new optimizer"):  # one of the two has counted steps already
+        anytime.start_from(optimizer, muon.state_dict(), params=matrices)
+    optimizer = anytime.SFNorMuon(model, warmup_steps=3)
+    anytime.start_from(optimizer, muon.state_dict(), params=matrices)
+    anytime.start_from(optimizer, adamw.state_dict(), params=rest)
+    assert torch.equal(optimizer.state[matrices[1]]["momentum"], muon.state[matrices[1]]["momentum_buffer"])
+    assert optimizer.state[rest[0]]["step"] == 6
+
+
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changes():
+    model = network()
+    other = nn.Linear(3, 3).double()
+    adamw = torch.optim.AdamW(other.parameters())
+    other(torch.randn(2, 3).double()).sum().backward()
+    adamw.step()
+    optimizer = anytime.SFNorMuon(model)
+    with pytest.raises(ValueError, match="2 parameters, here are 4"):
+        anytime.start_from(optimizer, adamw.state_dict())
+    with pytest.raises(ValueError, match=r"is \(8, 6\) here"):
+        anytime.start_from(optimizer, adamw.state_dict(), params=[model[0].weight, model[0].bias])
+    sgd = torch.optim.RMSprop(model.parameters())
+    backward(model, 0)
+    sgd.step()
+    with pytest.raises(ValueError, match="no kind known here"):
+        anytime.start_from(optimizer, sgd.state_dict())
+    with pytest.raises(ValueError, match="before the first step"):
+        anytime.start_from(optimizer, torch.optim.AdamW(model.parameters()).state_dict())
+    with pytest.raises(ValueError, match="no state of a torch optimizer"):
+        anytime.start_from(optimizer, model.state_dict())
+    assert all(not value.any() for state in optimizer.state.values() for value in state.values())
