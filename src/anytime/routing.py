@@ -100,6 +100,8 @@ def collect(params: Params) -> list[tuple[list[Given], dict[str, Any]]]:
         return [(found, {})]
     if isinstance(params, Tensor):
         raise TypeError("params must be a module or an iterable of parameters, not a single tensor: use [tensor]")
+    if isinstance(params, set | frozenset):
+        raise TypeError("parameters in a set have no order; use a list")
     items = list(params)
     if not items:
         raise ValueError("the optimizer got an empty parameter list; a generator can be read only once")
@@ -120,7 +122,7 @@ def collect_group(group: dict[str, Any]) -> tuple[list[Given], dict[str, Any]]:
     params = group["params"]
     if isinstance(params, nn.Module):
         return _from_module(params), options
-    if isinstance(params, set):
+    if isinstance(params, set | frozenset):
         raise TypeError("parameters in a set have no order; use a list")
     return _from_items([params] if isinstance(params, Tensor) else list(params)), options
 
@@ -130,7 +132,7 @@ def _from_module(model: nn.Module) -> list[Given]:
     owners: dict[Tensor, list[nn.Module]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            full = f"{prefix}.{name}" if prefix else name
+            full = _plain_name(f"{prefix}.{name}" if prefix else name)
             if full not in names.setdefault(param, []):
                 names[param].append(full)
             owners.setdefault(param, []).append(module)
@@ -146,6 +148,7 @@ def _from_items(items: Sequence[Any]) -> list[Given]:
     found: dict[Tensor, Given] = {}
     for item in items:
         name, param = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
+        name = _plain_name(name) if isinstance(name, str) else None
         if not isinstance(param, Tensor):
             raise TypeError(f"an optimizer takes tensors, (name, tensor) pairs or groups, not {type(param).__name__}")
         if param in found:
@@ -160,12 +163,17 @@ def _from_items(items: Sequence[Any]) -> list[Given]:
     return list(found.values())
 
 
+def _plain_name(name: str) -> str:
+    """The name without what torch.compile puts before it, so that compiled and plain models share checkpoints."""
+    return name.replace("_orig_mod.", "")
+
+
 def match(given: Sequence[Given], rules: Rules, *, unmatched: str, complete: bool = True) -> list[dict[str, Any]]:
     """The overrides of the first pattern that matches each parameter, under any of its names.
 
     A pattern that decides nothing is an error where the parameters are complete.
     """
-    parsed = {pattern: {"rule": value} if isinstance(value, str) else dict(value) for pattern, value in rules.items()}
+    parsed = {pattern: _overrides(pattern, value) for pattern, value in rules.items()}
     if rules and any(g.name is None for g in given):
         raise ValueError("rules match parameters by name: pass the module or model.named_parameters()")
     decided: dict[str, int] = dict.fromkeys(parsed, 0)
@@ -189,16 +197,24 @@ def match(given: Sequence[Given], rules: Rules, *, unmatched: str, complete: boo
     return chosen
 
 
-def classify(given: Given, index: int, embedding_sizes: set[int], overrides: Overrides) -> Entry:
+def _overrides(pattern: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, str | Mapping):
+        raise TypeError(f"rules[{pattern!r}] is {value!r}; it must be 'matrix', 'rest' or a dict of options")
+    return {"rule": value} if isinstance(value, str) else dict(value)
+
+
+def classify(given: Given, index: int, heads: set[Tensor], overrides: Overrides) -> Entry:
     """Matrix or not, read how, and why. `overrides` may hold "rule" ("matrix" or "rest") and "split"."""
     param, module = given.param, given.module
     name = given.name if given.name is not None else f"parameter {index}"
     shape = tuple(param.shape)
-    if param.is_complex() or not param.is_floating_point():
-        raise TypeError(f"{name} is {param.dtype}: only real floating-point parameters can be optimized")
+    if not param.is_floating_point():
+        if param.requires_grad:
+            raise TypeError(f"{name} is {param.dtype}: only real floating-point parameters can be optimized")
+        return Entry(name, shape, False, Layout(), str(param.dtype), frozen=True, aliases=given.aliases)
     flat = isinstance(module, nn.modules.conv._ConvNd) or param.ndim > 3
     layout = _layout(name, shape, flat, overrides.get("split"))
-    matrix, reason = _automatic(given, name, layout, embedding_sizes)
+    matrix, reason = _automatic(given, name, layout, heads)
     forced = overrides.get("rule")
     if forced is not None:
         if forced not in ("matrix", "rest"):
@@ -222,15 +238,20 @@ def classify(given: Given, index: int, embedding_sizes: set[int], overrides: Ove
     )
 
 
-def embedding_sizes(given: Sequence[Given]) -> set[int]:
-    return {
-        g.module.num_embeddings
-        for g in given
-        if isinstance(g.module, nn.Embedding | nn.EmbeddingBag) and g.module.num_embeddings > 1
-    }
+def heads(given: Sequence[Given]) -> set[Tensor]:
+    """Weights of output layers that are not tied: the only Linear with the rows and columns of the largest embedding.
+
+    The only one, because hidden layers may well be as wide as a small table is long.
+    """
+    tables = [g.param for g in given if isinstance(g.module, nn.Embedding | nn.EmbeddingBag)]
+    if not tables:
+        return set()
+    shape = max((table.shape for table in tables), key=lambda s: s[0])
+    found = [g.param for g in given if isinstance(g.module, nn.Linear) and g.param.shape == shape]
+    return set(found) if len(found) == 1 else set()
 
 
-def _automatic(given: Given, name: str, layout: Layout, sizes: set[int]) -> tuple[bool, str]:
+def _automatic(given: Given, name: str, layout: Layout, heads: set[Tensor]) -> tuple[bool, str]:
     param, module = given.param, given.module
     if param.numel() == 0:
         return False, "empty"
@@ -247,8 +268,8 @@ def _automatic(given: Given, name: str, layout: Layout, sizes: set[int]) -> tupl
         return False, "embedding, by its name"
     if _HEAD.search(name) and param.ndim == 2:
         return False, "head, by its name"
-    if param.ndim == 2 and isinstance(module, nn.Linear) and m in sizes:
-        return False, f"head: its {m} rows are an embedding's size"
+    if param in heads:
+        return False, "head, of the embedding's shape"
     if layout.sizes:
         return True, "split as asked"
     if param.ndim > 2:
@@ -260,6 +281,8 @@ def _layout(name: str, shape: tuple[int, ...], flat: bool, split: Any) -> Layout
     """split: a number of equal parts of the rows, the parts' sizes, or {"sizes": either, "dim": 0 rows, 1 columns}."""
     if split is None:
         return Layout(flat)
+    if isinstance(split, Mapping) and not {"sizes"} <= split.keys() <= {"sizes", "dim"}:
+        raise ValueError(f"split of {name}: the keys are 'sizes' and 'dim', not {sorted(map(str, split))}")
     sizes: Any = split["sizes"] if isinstance(split, Mapping) else split
     dim = split.get("dim", 0) if isinstance(split, Mapping) else 0
     if dim not in (0, 1) or len(shape) < 2:
@@ -273,6 +296,8 @@ def _layout(name: str, shape: tuple[int, ...], flat: bool, split: Any) -> Layout
                 f"split of {name}: {side} {('rows', 'columns')[dim]} do not divide into {sizes} equal parts"
             )
         sizes = (side // sizes,) * sizes
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+        raise ValueError(f"split of {name}: sizes is {sizes!r}; it must be a number of equal parts or the parts' sizes")
     sizes = tuple(sizes)
     if any(not isinstance(s, int) or s < 1 for s in sizes) or sum(sizes) != side:
         raise ValueError(f"split of {name}: sizes {sizes} must be positive and add up to {side}")

@@ -302,6 +302,26 @@ def test_a_regrouped_group_keeps_its_own_options_and_an_unchanged_one_takes_the_
     assert (matrices["momentum"], matrices["betas"], matrices["polar"]) == (0.8, (0.9, 0.95), "newton-schulz")
 
 
+@pytest.mark.parametrize(
+    ("name", "saved"),
+    [
+        ("SFNorMuon", {"row_norm": False}),
+        ("SignSGD", {"momentum": 0.9}),
+        ("SpectralDescent", {"momentum": 0.9}),
+        ("AdamW", {"betas": (0.5, 0.6)}),
+    ],
+)
+def test_saved_options_bring_the_buffers_they_need(name: str, saved: dict[str, Any]) -> None:
+    named, optimizer = small(name, **saved)
+    train(named, optimizer, range(2))
+    others, other = small(name)
+    put_weights(others, dict(named))
+    other.load_state_dict(to_file(optimizer, named)["optimizer"])
+    train(named, optimizer, range(4, 6))
+    train(others, other, range(4, 6))
+    assert everything(named, optimizer) == everything(others, other)
+
+
 @pytest.mark.parametrize("saved_with_names", [False, True])
 @pytest.mark.parametrize("loaded_with_names", [False, True])
 def test_without_names_the_order_in_which_they_were_given_counts(

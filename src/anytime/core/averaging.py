@@ -21,7 +21,6 @@ from torch import Tensor
 class Clock:
     """Scalars of one step for B parameters, each a vector [B]; a step that does not count has η = c = 0 and β' = β."""
 
-    t: Tensor
     weight_sum: Tensor
     eta: Tensor
     c: Tensor
@@ -63,7 +62,7 @@ def tick(
     beta_growth: float,
     beta_growth_start: int,
 ) -> Clock:
-    """The scalars of step t (already counted) at rate η_t: weight w = η_t² t^r and c = w / Σw, with c = 1 and no sum
+    """The scalars of step number t at rate η_t: weight w = η_t² t^r and c = w / Σw, with c = 1 and no sum
     during the average's warmup."""
     averages = t > averaging_warmup
     w = torch.where(averages, eta.square() * t**averaging_power, 0) * ok
@@ -71,7 +70,6 @@ def tick(
     c = torch.where(averages & (weight_sum > 0), w / torch.where(weight_sum > 0, weight_sum, 1), 1)
     beta_next = growing_beta(t + 1, beta_start, beta_growth, beta_growth_start)
     return Clock(
-        t=t,
         weight_sum=weight_sum,
         eta=eta * ok,
         c=c * ok,

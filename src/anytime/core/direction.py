@@ -27,7 +27,7 @@ Buffers = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 class Batch:
     """Gradients (finite, in the precision of the update) with the state, layout and step count of their parameters.
 
-    t [B] counts this step; ok is 1 where the step counts and 0 where it is skipped.
+    t [B] is the number of this step; ok is 1 where the step counts and 0 where it is skipped.
     """
 
     grads: Sequence[Tensor]
@@ -109,12 +109,13 @@ class Adam(Direction):
         m = batch.ema_("momentum", batch.grads, beta1) if self.first_moment else batch.grads
         v = batch.ema_("second_moment", [g.square() for g in batch.grads], beta2)
         if not correct:
-            return [m_i / v_i.sqrt().add_(eps) for m_i, v_i in zip(m, v, strict=True)]
+            return [m_i / _positive(v_i.sqrt(), eps) for m_i, v_i in zip(m, v, strict=True)]
         dtype = batch.grads[0].dtype
         first = (1 - beta1**batch.t).to(dtype) if self.first_moment else torch.ones_like(batch.t, dtype=dtype)
         second = (1 - beta2**batch.t).to(dtype)
         return [
-            m_i / first[i] / (v_i / second[i]).sqrt_().add_(eps) for i, (m_i, v_i) in enumerate(zip(m, v, strict=True))
+            m_i / first[i] / _positive((v_i / second[i]).sqrt_(), eps)
+            for i, (m_i, v_i) in enumerate(zip(m, v, strict=True))
         ]
 
 
@@ -170,7 +171,12 @@ def _normalize_rows(P: Tensor, rows: Sequence[Tensor], batch: Batch) -> Tensor:
     v = torch.cat(list(rows)).mul_(a).addcmul_(P.square().mean(dim=-1), b)
     for row, new in zip(rows, torch.split(v, [len(row) for row in rows]), strict=True):
         row.copy_(new)
-    return torch.div(P, v.sqrt().add_(batch.options["eps"]).unsqueeze(-1))
+    return torch.div(P, _positive(v.sqrt(), batch.options["eps"]).unsqueeze(-1))
+
+
+def _positive(root: Tensor, eps: float) -> Tensor:
+    """√v + ε in place, and 1 where that is 0 (at ε = 0): what is divided by it is 0 there."""
+    return root.add_(eps) if eps else root.masked_fill_(root == 0, 1)
 
 
 def _scaled(P: Tensor, options: Options) -> Tensor:
@@ -208,15 +214,12 @@ class Steepest(Direction):
         return options["betas"] if "betas" in options else (options["momentum"],) * 2
 
     def buffers(self, shape: tuple[int, ...], layout: Layout, options: Options) -> Buffers:
-        return {"momentum": (shape, options["momentum_dtype"])} if any(self._betas(options)) else {}
+        return {"momentum": (shape, options["momentum_dtype"])}
 
     def __call__(self, batch: Batch) -> list[Tensor]:
         beta1, beta2 = self._betas(batch.options)
-        C = list(batch.grads)
-        if beta1:
-            C = [torch.lerp(g, state["momentum"].to(g.dtype), beta1) for g, state in batch]
-        if beta1 or beta2:
-            batch.ema_("momentum", batch.grads, beta2)
+        C = [torch.lerp(g, state["momentum"].to(g.dtype), beta1) for g, state in batch]
+        batch.ema_("momentum", batch.grads, beta2)
         if self.norm == "max":
             return [c.sign() for c in C]
         return [

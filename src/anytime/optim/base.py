@@ -79,7 +79,7 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_fitted": {}}
 
     def __repr__(self) -> str:
-        lists = ("params", "param_names", "layouts", "order", "rule")
+        lists = ("params", "param_names", "layouts", "order", "rule", *files.ABOUT)
         lines = [
             f"  {group['rule']}, {len(group['params'])} parameters: "
             + ", ".join(f"{key}={value!r}" for key, value in sorted(group.items()) if key not in lists)
@@ -90,7 +90,11 @@ class AnytimeOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Adds parameters, routed as the constructor's are: matrices and others become a group each."""
         if "layouts" in param_group:  # resolved
+            own = {"param_names", *param_group}
             super().add_param_group(param_group)
+            for key in [key for key in param_group if key not in own]:
+                del param_group[key]  # torch fills in the defaults of the other rule
+            param_group |= files.about(self)
             for p, layout in zip(param_group["params"], param_group["layouts"], strict=True):
                 if p.requires_grad:
                     self._ensure_state(p, param_group, layout)
@@ -100,8 +104,16 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         if any(id(given.param) in known for given in collected[0]):
             raise ValueError("some parameters appear in more than one parameter group")
         groups, entries = self._router.resolve([collected], offset=len(self.plan), complete=False)
-        for group in groups:
-            self.add_param_group(group)
+        before = len(self.param_groups)
+        try:
+            for group in groups:
+                self.add_param_group(group)
+        except Exception:
+            for group in self.param_groups[before:]:
+                for p in group["params"]:
+                    self.state.pop(p, None)
+            del self.param_groups[before:]
+            raise
         self.plan.entries.extend(entries)
 
     # ----------------------------------------------------------------- state
@@ -122,10 +134,9 @@ class AnytimeOptimizer(torch.optim.Optimizer):
 
     def _ensure_state(self, p: Tensor, group: Group, layout: str) -> State:
         """The parameter's state, created, or moved where the parameter has gone; idempotent."""
-        if self._fitted.get(p) == (p.device, p.dtype) and p in self.state:
-            state: State = self.state[p]
-            return state
         old: State = self.state.get(p, {})
+        if old and self._fitted.get(p) == (p.device, p.dtype):
+            return old
         new: State = {}
         for name, (shape, dtype) in self.state_spec(p, group, layout).items():
             if name in old and not old[name].is_meta:
@@ -136,6 +147,8 @@ class AnytimeOptimizer(torch.optim.Optimizer):
                 new[name] = torch.zeros(shape, dtype=dtype, device=p.device)
         if "y" in old:
             new["y"] = old["y"].to(p.device, p.dtype)
+        elif self.averages and not self._training:
+            new["y"] = p.detach().clone()
         self.state[p] = new
         self._fitted[p] = (p.device, p.dtype)
         return new
@@ -148,12 +161,12 @@ class AnytimeOptimizer(torch.optim.Optimizer):
                     return self._ensure_state(p, group, layout)
         raise KeyError(f"a tensor of shape {tuple(p.shape)} is not a parameter of this optimizer")
 
-    def _each(self) -> Iterator[tuple[Tensor, Group, State]]:
-        """Parameters that have state."""
+    def _each(self) -> Iterator[tuple[Tensor, State]]:
+        """Parameters that have state, with it; one that never was trainable has none."""
         for group in self.param_groups:
-            for p in group["params"]:
-                if p in self.state:
-                    yield p, group, self.state[p]
+            for p, layout in zip(group["params"], group["layouts"], strict=True):
+                if self.state.get(p):
+                    yield p, self._ensure_state(p, group, layout)
 
     # ------------------------------------------------------------------ step
 
@@ -225,7 +238,7 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         params, states, layouts = (list(column) for column in zip(*members, strict=True))
         direction = RULES[group["rule"]]
         precise = compute_dtype(params[0])
-        t = torch.stack([state["step"] for state in states]) + ok
+        t = torch.stack([state["step"] for state in states]) + 1
         eta = averaging.warmed_up(t, group["lr"], group["warmup_steps"]) * group["rate"] * direction.rate(t, group)
         # A finite gradient passes unchanged; one of a skipped step must not reach the buffers even times zero.
         grads = [torch.nan_to_num(p.grad.to(precise), 0.0, 0.0, 0.0) for p in params if p.grad is not None]
@@ -255,8 +268,8 @@ class AnytimeOptimizer(torch.optim.Optimizer):
             for i, (p, state, u) in enumerate(zip(params, states, U, strict=True)):
                 y = self._y(p, state)
                 write_(p, y.add_(fast_step(y, y, u, (eta * ok)[i], layouts[i], group)), state)
-        for i, state in enumerate(states):
-            state["step"].copy_(t[i])
+        for state in states:
+            state["step"].add_(ok)
 
     @property
     def training(self) -> bool:
@@ -277,9 +290,7 @@ class AnytimeOptimizer(torch.optim.Optimizer):
 
     def iterates(self, p: Tensor) -> Iterates:
         """Copies of X, Y and Z of a parameter, in any mode."""
-        if p not in self.state:
-            return Iterates(*(p.detach().clone() for _ in range(3)))
-        state = self.state[p]
+        state = self.state.get(p) or self.ensure_state(p)
         y = self._y(state.get("y", p), state).clone()
         if not self.averages:
             return Iterates(y.clone(), y, y.clone())
@@ -290,9 +301,10 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         """The model holds the average X until train(); Y is kept aside."""
         if not self._training:
             return
-        self._training = False
+        each = list(self._each())
+        self._set_mode(training=False)
         if self.averages:
-            for p, _, state in self._each():
+            for p, state in each:
                 y = p.detach().clone()
                 x = averaging.x_of(self._y(p, state), state["d"], state["beta"])
                 state["y"] = y
@@ -301,11 +313,16 @@ class AnytimeOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def train(self) -> None:
         """The model holds Y again, bit for bit what it was before eval()."""
-        for p, _, state in self._each():
+        for p, state in self._each():
             if "y" in state:
                 p.copy_(state["y"])
                 del state["y"]
-        self._training = True
+        self._set_mode(training=True)
+
+    def _set_mode(self, *, training: bool) -> None:
+        self._training = training
+        for group in self.param_groups:
+            group["sequence"] = "y" if training else "x"
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -315,8 +332,7 @@ class AnytimeOptimizer(torch.optim.Optimizer):
             self.eval()
             yield
         finally:
-            if was_training:
-                self.train()
+            self.train() if was_training else self.eval()
 
     @torch.no_grad()
     def averaged_state_dict(self, model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -325,25 +341,28 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         dtype None keeps each parameter's own. Buffers are copied as they are: statistics of BatchNorm belong to Y
         unless recalibrate_batch_norm ran at X.
         """
-        average: dict[int, Tensor] = {}
-        for p, _, state in self._each():
-            if self.averages:
-                y = self._y(state.get("y", p), state)
-                average[id(p)] = averaging.x_of(y, state["d"], state["beta"]).to(dtype or p.dtype)
         found = model.state_dict(keep_vars=True)
-        if average and not any(id(value) in average for value in found.values()):
+        mine = {id(p) for group in self.param_groups for p in group["params"]}
+        if not any(id(value) in mine for value in found.values()):
             raise ValueError("averaged_state_dict: none of the optimizer's parameters belong to this model")
+        new: dict[int, Tensor] = {}
+        for p, state in self._each():
+            y = self._y(state.get("y", p), state)
+            x = averaging.x_of(y, state["d"], state["beta"]) if self.averages else y.clone()
+            new[id(p)] = x.to(dtype or p.dtype)
         for name, value in found.items():
-            if id(value) in average:
-                found[name] = average[id(value)]
-            elif isinstance(value, Tensor):
-                found[name] = value.detach().clone()
+            if isinstance(value, Tensor):
+                if id(value) not in new:
+                    convert = dtype is not None and isinstance(value, nn.Parameter) and value.is_floating_point()
+                    new[id(value)] = value.detach().to(dtype if convert else value.dtype, copy=True)
+                found[name] = new[id(value)]
         return found
 
     # ----------------------------------------------------------------- files
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on, in either mode; says which sequence the weights hold and what they are."""
+        list(self._each())  # state follows parameters that have moved since
         return files.pack(self, super().state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -352,7 +371,7 @@ class AnytimeOptimizer(torch.optim.Optimizer):
 
     def restore(self, *, training: bool, skipped_steps: int) -> None:
         """The part of a loaded state that belongs to no parameter."""
-        self._training = training
+        self._set_mode(training=training)
         self._fitted.clear()
         device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else torch.device("cpu")
         self._skipped = {device: torch.tensor(skipped_steps, dtype=averaging.scalar_dtype(device), device=device)}

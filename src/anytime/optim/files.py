@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .options import FOREIGN, from_plain, to_plain, validate
+from .options import CHECKS, from_plain, to_plain, validate
 
 if TYPE_CHECKING:
     from .base import AnytimeOptimizer
 
 FORMAT = 1
-_ABOUT = ("algorithm", "format", "sequence", "skipped_steps")
-_PLACES = ("params", "param_names", "layouts", "order")
+ABOUT = ("algorithm", "format", "sequence", "skipped_steps")
+_PLACES = ("params", "param_names", "layouts", "order", "held")
 _CHUNK = 1 << 22
 
 
@@ -42,23 +42,23 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
+def about(optimizer: AnytimeOptimizer) -> dict[str, Any]:
+    """What each group says of the whole; in the groups themselves, because some tools save only what is there."""
+    sequence = "y" if optimizer.training else "x"
+    values = (type(optimizer).__name__, FORMAT, sequence, optimizer.skipped_steps)
+    return dict(zip(ABOUT, values, strict=True))
+
+
 def pack(optimizer: AnytimeOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """torch's state dict made self-describing; tensors are still the optimizer's own, as torch's are."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    about = {
-        "algorithm": type(optimizer).__name__,
-        "format": FORMAT,
-        "sequence": "y" if optimizer.training else "x",
-        "skipped_steps": optimizer.skipped_steps,
-    }
+    states = {index: state for index, state in packed["state"].items() if state}
+    for group in packed["param_groups"]:
+        group.update(about(optimizer), held=[index in states for index in group["params"]])
     return {
         **packed,
-        "state": {
-            index: {**state, "fingerprint": fingerprint(params[index])} for index, state in packed["state"].items()
-        },
-        "param_groups": [
-            {**{key: to_plain(key, value) for key, value in group.items()}, **about} for group in packed["param_groups"]
-        ],
+        "state": {index: {**state, "fingerprint": fingerprint(params[index])} for index, state in states.items()},
+        "param_groups": [{k: to_plain(k, v) for k, v in group.items()} for group in packed["param_groups"]],
     }
 
 
@@ -69,6 +69,7 @@ class _Saved:
     group: int
     rule: str
     layout: str
+    held: bool
     state: Mapping[str, Tensor] | None
 
 
@@ -87,22 +88,27 @@ def load(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> None:
     state_dict = dict(state_dict)
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = pre_hook(optimizer, state_dict) or state_dict
-    about = _about(optimizer, state_dict)
+    said = _said(optimizer, state_dict)
     pairs = _pair_up(optimizer, state_dict)
-    states = {pair.param: _checked(optimizer, pair, about["sequence"]) for pair in pairs}
     origin = {pair.param: pair.saved.group for pair in pairs}
     groups = [_merged(optimizer, group, origin, state_dict["param_groups"]) for group in optimizer.param_groups]
+    options = {
+        p: {**group, **merged}
+        for group, merged in zip(optimizer.param_groups, groups, strict=True)
+        for p in group["params"]
+    }
+    states = {pair.param: _checked(optimizer, pair, options[pair.param], said["sequence"]) for pair in pairs}
 
     optimizer.state.clear()
     optimizer.state.update({p: state for p, state in states.items() if state is not None})
     for group, merged in zip(optimizer.param_groups, groups, strict=True):
         group.update(merged)
-    optimizer.restore(training=about["sequence"] == "y", skipped_steps=about["skipped_steps"])
+    optimizer.restore(training=said["sequence"] == "y", skipped_steps=said["skipped_steps"])
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
 
-def _about(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _said(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if not {"state", "param_groups"} <= state_dict.keys() or not state_dict["param_groups"]:
         raise ValueError(f"this is no optimizer state: it has the keys {sorted(map(str, state_dict))}")
     first = state_dict["param_groups"][0]
@@ -112,26 +118,32 @@ def _about(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> dict[s
             f"this state was not saved by {mine}; to start from a checkpoint of AdamW, Muon or schedulefree use "
             "anytime.start_from(optimizer, state)"
         )
+    for number, group in enumerate(state_dict["param_groups"]):
+        needed = ("params", "rule", "layouts", "order", *(ABOUT if number == 0 else ()))
+        if missing := [key for key in needed if key not in group]:
+            raise ValueError(f"group {number} of the state lacks {', '.join(map(repr, missing))}: it is not whole")
     if first["algorithm"] != mine:
         raise ValueError(f"the state is of {first['algorithm']}, this optimizer is {mine}")
     if first["format"] > FORMAT:
         raise ValueError(f"the state has format {first['format']}; this version reads up to {FORMAT}: upgrade anytime")
-    return {key: first[key] for key in _ABOUT}
+    return {key: first[key] for key in ABOUT}
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
-    if not all("param_names" in group for group in groups):
-        return None
-    return [name for group in groups for name in group["param_names"]]
+    """The parameters' names, or None if not all have one of their own."""
+    names = [name for group in groups for name in group.get("param_names", ())]
+    return names if len(set(names)) == sum(len(group["params"]) for group in groups) else None
 
 
 def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> list[_Pair]:
     """Each parameter with its saved self: by name where both sides have names, else by the order they were given."""
     saved_groups = state_dict["param_groups"]
     saved = [
-        _Saved(number, group["rule"], layout, state_dict["state"].get(index))
+        _Saved(number, group["rule"], layout, held, state_dict["state"].get(index))
         for number, group in enumerate(saved_groups)
-        for index, layout in zip(group["params"], group["layouts"], strict=True)
+        for index, layout, held in zip(
+            group["params"], group["layouts"], group.get("held") or [False] * len(group["params"]), strict=True
+        )
     ]
     here = [
         (p, group, layout)
@@ -160,7 +172,9 @@ def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> list
     ]
 
 
-def _checked(optimizer: AnytimeOptimizer, pair: _Pair, sequence: str) -> dict[str, Tensor] | None:
+def _checked(
+    optimizer: AnytimeOptimizer, pair: _Pair, options: Mapping[str, Any], sequence: str
+) -> dict[str, Tensor] | None:
     """The parameter's new state, or the error that says why the saved one is not its own."""
     p, name, saved = pair.param, pair.name, pair.saved
     if (saved.rule, saved.layout) != (pair.group["rule"], pair.layout):
@@ -168,10 +182,12 @@ def _checked(optimizer: AnytimeOptimizer, pair: _Pair, sequence: str) -> dict[st
             f"{name} followed the rule {saved.rule!r} read as {saved.layout!r} in the state, "
             f"here {pair.group['rule']!r} read as {pair.layout!r}"
         )
-    if saved.state is None:
+    if not saved.state:
+        if saved.held:
+            raise ValueError(f"the state of {name} is missing, though it was there when this was saved")
         return None
     kept = {key: value for key, value in saved.state.items() if key != "fingerprint"}
-    expected = {key: shape for key, (shape, _) in optimizer.state_spec(p, pair.group, pair.layout).items()}
+    expected = {key: shape for key, (shape, _) in optimizer.state_spec(p, options, pair.layout).items()}
     if sequence == "x" and optimizer.averages:
         expected["y"] = tuple(p.shape)
     shapes = {key: tuple(value.shape) for key, value in kept.items()}
@@ -212,9 +228,11 @@ def _merged(
     merged = {
         key: from_plain(key, value, group.get(key))
         for key, value in saved.items()
-        if key not in _ABOUT and key not in _PLACES
+        if key not in ABOUT and key not in _PLACES
     }
-    validate({k: v for k, v in merged.items() if k != "rule"}, [*group, *FOREIGN], type(optimizer).__name__)
+    # A scheduler may have left keys of its own there; they pass.
+    known = {k: v for k, v in merged.items() if k in CHECKS and k in group}
+    validate(known, known, type(optimizer).__name__)
     return merged
 
 

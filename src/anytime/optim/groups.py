@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from .. import routing
-from .options import FOREIGN, validate
+from ..core.layout import Layout
+from .options import FOREIGN, validate, validate_together
 
 Group = dict[str, Any]
 Options = Mapping[str, Any]
@@ -43,7 +44,8 @@ class Router:
         if self.unmatched not in ("auto", "raise"):
             raise ValueError(f"{self.owner}: unmatched is {self.unmatched!r}; it must be 'auto' or 'raise'")
         for ruled in filter(None, (self.matrix, self.rest)):
-            validate(ruled.options, ruled.options, self.owner)
+            prefix = "adam_" if self.matrix is not None and ruled is self.rest else ""
+            validate(ruled.options, ruled.options, self.owner, prefix)
 
     def resolve(
         self, collected: Sequence[tuple[list[routing.Given], Group]], *, offset: int = 0, complete: bool = True
@@ -51,13 +53,15 @@ class Router:
         """(groups, plan entries in the order given) of the user's groups; `offset` parameters came before."""
         everything = [given for members, _ in collected for given in members]
         matched = iter(routing.match(everything, self.rules, unmatched=self.unmatched, complete=complete))
-        sizes = routing.embedding_sizes(everything)
+        heads = routing.heads(everything)
         routed: list[list[tuple[routing.Given, routing.Entry, Group]]] = []
         for members, options in collected:
             routed.append([])
             for given in members:
                 own = next(matched)
-                entry = routing.classify(given, offset + sum(map(len, routed)), sizes, {**options, **own})
+                entry = routing.classify(given, offset + sum(map(len, routed)), heads, {**options, **own})
+                if self.matrix is None:
+                    entry = replace(entry, matrix=False, layout=Layout(), reason="one rule for all")
                 routed[-1].append((given, entry, own))
         patterns_of_matrices = {own.get("pattern") for part in routed for _, entry, own in part if entry.matrix}
 
@@ -77,7 +81,10 @@ class Router:
                 group["layouts"].append(str(entry.layout))
                 group["order"].append(offset + len(entries))
                 entries.append(replace(entry, rule=group["rule"], rate=group["rate"]))
-            groups.extend(made.values() if part else [self._group(True, self._own(options, True, True))])
+            if not part:
+                made[""] = self._group(True, self._own(options, True, True))
+                made[""] |= {"param_names": []} if any(given.name for given in everything) else {}
+            groups.extend(made.values())
         return groups, entries
 
     def _group(self, matrix: bool, values: Options) -> Group:
@@ -85,6 +92,7 @@ class Router:
         group = {"params": [], "rule": ruled.rule, **ruled.options, **values, "layouts": [], "order": []}
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].clone()  # a scheduler multiplies each group's in place
+        validate_together(group, self.owner)
         return group
 
     def _own(self, given: Options, matrix: bool, has_matrix: bool) -> Group:
@@ -102,7 +110,7 @@ class Router:
         plain = {key: value for key, value in given.items() if key not in prefixed and key not in FOREIGN}
         adam = {prefixed[key]: value for key, value in given.items() if key in prefixed}
         validate(plain, {*self.matrix.options, *prefixed} if has_matrix else self.rest.options, self.owner)
-        validate(adam, self.rest.options, f"{self.owner}, adam_ options")
+        validate(adam, self.rest.options, self.owner, "adam_")
         if matrix:
             return {**foreign, **plain}
         shared = {key: v for key, v in plain.items() if key in self.rest.options and (key in _SHARED or not has_matrix)}

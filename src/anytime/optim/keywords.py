@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import inspect
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..routing import Rules
+from .options import unknown
 
 
 class Handling(TypedDict, total=False):
@@ -20,14 +21,18 @@ class Handling(TypedDict, total=False):
     on_nonfinite: str
 
 
-class Average(Handling, total=False):
-    """The average of a schedule-free optimizer: w = η_t² t^averaging_power, X at Z for averaging_warmup steps, and
-    β_t = 1 − ((T0 − 1)/(t − 1))^beta_growth (1 − β) after step T0 = beta_growth_start."""
+class Growth(Handling, total=False):
+    """β_t = 1 − ((T0 − 1)/(t − 1))^beta_growth (1 − β) after step T0 = beta_growth_start; 0 keeps β."""
+
+    beta_growth: float
+    beta_growth_start: int
+
+
+class Average(Growth, total=False):
+    """The average of a schedule-free optimizer: w = η_t² t^averaging_power, X at Z for averaging_warmup steps."""
 
     averaging_power: float
     averaging_warmup: int
-    beta_growth: float
-    beta_growth_start: int
 
 
 class Adam(TypedDict, total=False):
@@ -58,6 +63,10 @@ class ScheduledSpectral(Handling, Adam, Spectral, total=False):
     pass
 
 
+class SFNorMuon(Growth, Adam, Spectral, total=False):
+    pass
+
+
 class ScheduleFreeSpectral(Average, Adam, Spectral, total=False):
     pass
 
@@ -80,12 +89,11 @@ ADAM: dict[str, Any] = {
 SPECTRAL: dict[str, Any] = {"nesterov": False, "momentum_dtype": None, "scaling": "rms", "update_rms": 0.2}
 
 
-def take(given: Mapping[str, Any], owner: str, *tables: Mapping[str, Any]) -> list[dict[str, Any]]:
+def take(given: Mapping[str, Any], owner: type, *tables: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`given` sorted into the tables it may come from, defaults filled in; what is in none of them is an error."""
     known = [key for table in tables for key in table]
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(sorted(known))}"
-            raise TypeError(f"{owner} has no option {key!r}{hint}")
+            named = [name for name in inspect.signature(owner).parameters if name != "more"]
+            raise TypeError(unknown(key, [*known, *named], owner.__name__))
     return [{key: given.get(key, default) for key, default in table.items()} for table in tables]

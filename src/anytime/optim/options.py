@@ -75,19 +75,30 @@ CHECKS: dict[str, tuple[Check, str]] = {
 FOREIGN = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name", "param_names"}
 
 
-def validate(options: Mapping[str, Any], known: Iterable[str], owner: str) -> None:
-    """Unknown keys and illegal values are errors that name the nearest key, or the value and its legal range."""
-    known = list(known)
+def unknown(key: str, known: Iterable[str], owner: str) -> str:
+    """The words for an option that is not there: the nearest one, or all."""
+    known = sorted(known)
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"{owner} has no option {key!r}; " + (
+        f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+    )
+
+
+def validate(options: Mapping[str, Any], known: Iterable[str], owner: str, prefix: str = "") -> None:
+    """Unknown keys and illegal values are errors; `prefix` is what the user wrote before the key."""
+    known = set(known)
     for key, value in options.items():
         if key in FOREIGN:
             continue
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(sorted(known))}"
-            raise ValueError(f"{owner} has no option {key!r}{hint}")
+            raise ValueError(unknown(prefix + key, (prefix + k for k in known), owner))
         check, legal = CHECKS[key]
         if not check(value):
-            raise ValueError(f"{owner}: {key} is {value!r}; it must be {legal}")
+            raise ValueError(f"{owner}: {prefix}{key} is {value!r}; it must be {legal}")
+
+
+def validate_together(options: Mapping[str, Any], owner: str) -> None:
+    """What options owe each other."""
     if options.get("projection") is not None and options.get("radius") is None:
         raise ValueError(
             f"{owner}: projection is {options['projection']!r} and needs a radius in (0, ∞), but it is None"
@@ -100,7 +111,7 @@ def to_plain(key: str, value: Any) -> Any:
         return str(value).removeprefix("torch.")
     if key == "polar" and callable(value):
         return f"callable {getattr(value, '__qualname__', type(value).__name__)}"
-    return list(value) if isinstance(value, tuple) else value
+    return list(value) if isinstance(value, tuple | list) else value
 
 
 def from_plain(key: str, value: Any, current: Any) -> Any:
@@ -113,4 +124,6 @@ def from_plain(key: str, value: Any, current: Any) -> Any:
                 f"the state was saved with polar={value[9:]!r}, a callable: build the optimizer with it too"
             )
         return current
+    if isinstance(value, Tensor):
+        return value.clone()
     return tuple(value) if key == "betas" else value

@@ -32,7 +32,7 @@ class ScheduledMatrices(AnytimeOptimizer):
     def __init__(
         self, params: Params, rule: str, options: dict[str, Any], more: Mapping[str, Any], table: Mapping[str, Any]
     ) -> None:
-        further, adam, handling = keywords.take(more, type(self).__name__, table, _ADAM, keywords.HANDLING)
+        further, adam, handling = keywords.take(more, type(self), table, _ADAM, keywords.HANDLING)
         rest = {key.removeprefix("adam_"): value for key, value in adam.items()}
         for key in ("lr", "weight_decay"):
             rest[key] = options[key] if rest[key] is None else rest[key]
@@ -47,7 +47,7 @@ class ScheduledElementwise(AnytimeOptimizer):
     averages = False
 
     def __init__(self, params: Params, rule: str, options: dict[str, Any], more: Mapping[str, Any]) -> None:
-        (handling,) = keywords.take(more, type(self).__name__, keywords.HANDLING)
+        (handling,) = keywords.take(more, type(self), keywords.HANDLING)
         ruled = Ruled(rule, {"rate": 1.0, "momentum_dtype": None, **options})
         super().__init__(params, matrix=None, rest=ruled, **handling)
 

@@ -17,7 +17,7 @@ class ScheduleFreeElementwise(AnytimeOptimizer):
     """Abstract: one schedule-free rule for every parameter."""
 
     def __init__(self, params: Params, rule: str, options: dict[str, Any], more: keywords.Average) -> None:
-        average, handling = keywords.take(more, type(self).__name__, keywords.AVERAGE, keywords.HANDLING)
+        average, handling = keywords.take(more, type(self), keywords.AVERAGE, keywords.HANDLING)
         super().__init__(params, matrix=None, rest=Ruled(rule, {"rate": 1.0, **options, **average}), **handling)
 
 

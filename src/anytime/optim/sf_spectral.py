@@ -9,10 +9,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..core.polar import Polar
-from ..routing import Params, Rules
+from ..routing import Params
 from . import keywords
 from .base import AnytimeOptimizer
 from .groups import Ruled
+from .options import validate
 
 
 class ScheduleFreeSpectral(AnytimeOptimizer):
@@ -20,9 +21,10 @@ class ScheduleFreeSpectral(AnytimeOptimizer):
 
     def __init__(self, params: Params, rule: str, options: dict[str, Any], more: keywords.ScheduleFreeSpectral) -> None:
         average, adam, spectral, handling = keywords.take(
-            more, type(self).__name__, keywords.AVERAGE, keywords.ADAM, keywords.SPECTRAL, keywords.HANDLING
+            more, type(self), keywords.AVERAGE, keywords.ADAM, keywords.SPECTRAL, keywords.HANDLING
         )
         matrix = {"rate": 1.0, **options, **average, **spectral}
+        validate(matrix, matrix, type(self).__name__)
         beta = options["betas"][0] if "betas" in options else options["beta"]
         rest = {key.removeprefix("adam_"): value for key, value in adam.items()}
         for key in ("lr", "weight_decay"):
@@ -52,11 +54,12 @@ class SFNorMuon(ScheduleFreeSpectral):
         polar: "newton-schulz", "polar-express", "quintic", "svd", or a callable from one matrix to another.
         polar_dtype: the precision of the polar factor; None is bfloat16 on CUDA, the parameter's own elsewhere.
         averaging_power, averaging_warmup: r, and for how many steps X stays at Z.
-        beta_growth, beta_growth_start: β_t = 1 − ((T0 − 1)/(t − 1))^growth (1 − β) after step T0; 0 keeps β.
-        momentum_dtype: a narrower M.
-        update_rms: the 0.2 above.
-        adam_*: of the SF-AdamW part. None: lr, weight_decay as above; betas (0.95, 0.99), or (β, 0.99) if β grows.
-        adam_bias_correction: "rate" multiplies η_t by √(1 − β2^t) as the paper does, "moment" divides v, None neither.
+        beta_growth=0, beta_growth_start=200: β_t = 1 − ((T0 − 1)/(t − 1))^growth (1 − β) after step T0; 0 keeps β.
+        momentum_dtype=None: a narrower M.
+        update_rms=0.2: the 0.2 above.
+        adam_lr, adam_weight_decay, adam_betas, adam_eps, adam_decay_at="y": of the SF-AdamW part; by default lr and
+            weight_decay as above, betas (0.95, 0.99), or (β, 0.99) if β grows.
+        adam_bias_correction="rate": η_t times √(1 − β2^t), as the paper does; "moment" divides v instead, None neither.
         rules, unmatched, on_nonfinite: see AnytimeOptimizer.
     """
 
@@ -75,48 +78,13 @@ class SFNorMuon(ScheduleFreeSpectral):
         polar_dtype: torch.dtype | None = None,
         averaging_power: float = 0.0,
         averaging_warmup: int = 0,
-        *,
-        beta_growth: float = 0.0,
-        beta_growth_start: int = 200,
-        momentum_dtype: torch.dtype | None = None,
-        update_rms: float = 0.2,
-        adam_lr: float | Tensor | None = None,
-        adam_betas: tuple[float, float] | None = None,
-        adam_eps: float = 1e-8,
-        adam_weight_decay: float | None = None,
-        adam_decay_at: str | None = "y",
-        adam_bias_correction: str | None = "rate",
-        rules: Rules | None = None,
-        unmatched: str = "auto",
-        on_nonfinite: str = "skip",
+        **more: Unpack[keywords.SFNorMuon],
     ) -> None:
-        options: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "momentum": momentum,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        options |= {"decay_at": decay_at, "warmup_steps": warmup_steps, "row_norm": row_norm}
-        options |= {"polar": polar, "polar_dtype": polar_dtype}
-        more: keywords.ScheduleFreeSpectral = {
-            "averaging_power": averaging_power,
-            "averaging_warmup": averaging_warmup,
-            "beta_growth": beta_growth,
-            "beta_growth_start": beta_growth_start,
-            "momentum_dtype": momentum_dtype,
-            "update_rms": update_rms,
-            "adam_lr": adam_lr,
-            "adam_betas": adam_betas,
-            "adam_eps": adam_eps,
-            "adam_weight_decay": adam_weight_decay,
-            "adam_decay_at": adam_decay_at,
-            "adam_bias_correction": adam_bias_correction,
-            "rules": rules,
-            "unmatched": unmatched,
-            "on_nonfinite": on_nonfinite,
-        }
-        super().__init__(params, "normuon", options, more)
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "momentum": momentum, "eps": eps}
+        options |= {"weight_decay": weight_decay, "decay_at": decay_at, "warmup_steps": warmup_steps}
+        options |= {"row_norm": row_norm, "polar": polar, "polar_dtype": polar_dtype}
+        average: keywords.Average = {"averaging_power": averaging_power, "averaging_warmup": averaging_warmup}
+        super().__init__(params, "normuon", options, {**more, **average})
 
 
 @final
