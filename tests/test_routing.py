@@ -184,6 +184,21 @@ def test_hidden_layers_as_wide_as_a_table_of_positions_stay_matrices() -> None:
     assert plan["down.weight"].rule == MATRIX
 
 
+def test_a_head_of_a_small_vocabulary_beside_a_longer_table_of_positions() -> None:
+    class Bytes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(32, 8)
+            self.positions = nn.Embedding(64, 8)
+            self.up = nn.Linear(8, 16)
+            self.down = nn.Linear(16, 8)
+            self.out = nn.Linear(8, 32)
+
+    plan = build(Bytes()).plan
+    assert plan["out.weight"].rule == REST
+    assert plan["up.weight"].rule == plan["down.weight"].rule == MATRIX
+
+
 @pytest.mark.parametrize("name", ["head", "lm_head", "classifier", "unembed", "head.fc", "model.lm_head"])
 def test_heads_by_their_names(name: str) -> None:
     p = nn.Parameter(torch.randn(7, 5))

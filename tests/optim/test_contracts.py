@@ -533,7 +533,7 @@ def test_a_sparse_gradient_is_a_clear_error_and_changes_nothing(name: str) -> No
 @every
 def test_complex_parameters_are_a_clear_error(name: str) -> None:
     wrong = torch.zeros(3, 3, dtype=torch.complex64, requires_grad=True)
-    with pytest.raises(TypeError, match="wrong is torch.complex64.*real floating-point"):
+    with pytest.raises(TypeError, match=r"wrong is torch\.complex64.*real floating-point"):
         make(name, [("wrong", wrong)])
     optimizer = make(name, network())
     before, groups = snapshot(optimizer), len(optimizer.param_groups)

@@ -252,6 +252,21 @@ def test_parameters_frozen_at_save_and_at_load() -> None:
     assert [float(other.state[p]["step"]) for _, p in others] == [1, 3, 3]
 
 
+def test_loading_leaves_nothing_of_what_was_there_before() -> None:
+    named, _ = small()
+    named[0][1].requires_grad_(False)
+    frozen = make("SFNorMuon", named)
+    train(named[1:], frozen, range(2))
+    others, other = small()
+    train(others, other, range(2))
+    other.eval()
+    put_weights(others, dict(named))
+    other.load_state_dict(frozen.state_dict())
+    train(others, other, range(5, 6))
+    assert [float(other.state[p]["step"]) for _, p in others] == [1, 3, 3]
+    assert all("y" not in state for state in other.state.values())
+
+
 # ---------------------------------------------------------------------- regrouped
 
 
@@ -746,6 +761,20 @@ def test_distributed_checkpoint_state_dicts(name: str, options: str, steps: int,
         o.train()
         train(trainable(m), o, range(5, 7))
     assert everything(list(model.named_parameters()), optimizer) == everything(list(fresh.named_parameters()), other)
+
+
+@pytest.mark.parametrize("kind", ["reversed", "apart"])
+def test_distributed_checkpoint_state_dicts_into_other_groups(kind: str) -> None:
+    model, fresh = network(), network()
+    named = list(fresh.named_parameters())
+    groups: Any = [{"params": named[::-1]}] if kind == "reversed" else [{"params": [pair]} for pair in named]
+    optimizer = make("SFNorMuon", model.named_parameters())
+    other = make("SFNorMuon", groups)
+    train(trainable(model), optimizer, range(3))
+    fresh.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(fresh, other, get_optimizer_state_dict(model, optimizer))
+    mine, theirs = everything(list(model.named_parameters()), optimizer), everything(named, other)
+    assert all(mine[key] == theirs[key] for key in mine if key != "groups")
 
 
 @pytest.mark.parametrize("options", OPTIONS_OF_DCP)

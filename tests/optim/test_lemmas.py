@@ -210,7 +210,7 @@ def test_one_step_of_the_norm_of_z(shape):
     lr, decay, mu, beta2, warmup = 0.3, 0.5, 0.8, 0.9, 15
     p = parameter(shape)
     optimizer = anytime.SFNorMuon(
-        [p], lr=lr, betas=(0.9, beta2), momentum=mu, weight_decay=decay, warmup_steps=warmup, polar="svd"
+        [p], lr=lr, betas=(0.7, beta2), momentum=mu, weight_decay=decay, warmup_steps=warmup, polar="svd"
     )
     M, v = torch.zeros_like(p.detach()), torch.zeros(shape[0], 1, dtype=F64)
     A = randn(shape, 1)

@@ -262,14 +262,13 @@ class AnytimeOptimizer(torch.optim.Optimizer):
                 dz = fast_step(y, z, u, clock.eta[i], layouts[i], group)
                 averaging.advance_(y, state["d"], dz, clock.c[i], clock.beta[i], clock.beta_next[i])
                 write_(p, y, state)
-                state["weight_sum"].copy_(clock.weight_sum[i])
-                state["beta"].copy_(clock.beta_next[i])
+            torch._foreach_copy_([state["weight_sum"] for state in states], list(clock.weight_sum.unbind()))
+            torch._foreach_copy_([state["beta"] for state in states], list(clock.beta_next.unbind()))
         else:
             for i, (p, state, u) in enumerate(zip(params, states, U, strict=True)):
                 y = self._y(p, state)
                 write_(p, y.add_(fast_step(y, y, u, (eta * ok)[i], layouts[i], group)), state)
-        for state in states:
-            state["step"].add_(ok)
+        torch._foreach_copy_([state["step"] for state in states], list((t - 1 + ok).unbind()))
 
     @property
     def training(self) -> bool:
