@@ -19,7 +19,7 @@ test: lint ## lint, types and the quick tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(READY) ## the slow tests (none collected counts as success)
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS) || test $$? -eq 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(PYTEST_ARGS) || test $$? -eq 5
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -720,6 +720,11 @@ def test_a_typo_in_a_group_or_a_pattern_names_the_nearest_option(typo: str, mean
         build(layer, rules={"weight": {typo: 0.1}})
 
 
+def label(value: object) -> str:
+    """A test's name, the same in every process."""
+    return getattr(value, "__name__", str(value))
+
+
 def some_callable(M: Tensor) -> Tensor:
     return M
 
@@ -785,14 +790,14 @@ def test_every_option_has_examples() -> None:
 
 
 @pytest.mark.parametrize("where", ["constructor", "group", "pattern"])
-@pytest.mark.parametrize(("key", "value"), [(key, v) for key, (legal, _) in EXAMPLES.items() for v in legal], ids=str)
+@pytest.mark.parametrize(("key", "value"), [(key, v) for key, (legal, _) in EXAMPLES.items() for v in legal], ids=label)
 def test_legal_values(key: str, value: Any, where: str) -> None:
     optimizer = owner(key, value, where)
     assert optimizer.param_groups[0][key] == value
 
 
 @pytest.mark.parametrize("where", ["constructor", "group", "pattern"])
-@pytest.mark.parametrize(("key", "value"), [(key, v) for key, (_, bad) in EXAMPLES.items() for v in bad], ids=str)
+@pytest.mark.parametrize(("key", "value"), [(key, v) for key, (_, bad) in EXAMPLES.items() for v in bad], ids=label)
 def test_illegal_values_are_named_with_the_legal_range(key: str, value: Any, where: str) -> None:
     with pytest.raises(ValueError, match=f"{key} is ") as caught:
         owner(key, value, where)

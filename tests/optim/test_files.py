@@ -281,7 +281,7 @@ def grouped(named: Named, kind: str, **more: Any) -> anytime.AnytimeOptimizer:
     return make("SFNorMuon", groups, **more)
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.permutations(["one", "reversed", "split", "apart"], 2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(["one", "reversed", "split", "apart"], 2)))
 @pytest.mark.parametrize("evaluating", [False, True], ids=["train", "eval"])
 def test_state_follows_names_into_other_groups(first: str, second: str, evaluating: bool) -> None:
     shapes = [(4, 4), (4, 4), (5,)]
@@ -763,13 +763,11 @@ def test_distributed_checkpoint_state_dicts(name: str, options: str, steps: int,
     assert everything(list(model.named_parameters()), optimizer) == everything(list(fresh.named_parameters()), other)
 
 
-@pytest.mark.parametrize("kind", ["reversed", "apart"])
-def test_distributed_checkpoint_state_dicts_into_other_groups(kind: str) -> None:
+def test_distributed_checkpoint_state_dicts_in_another_order() -> None:
+    """torch lists the parameters in the order of the optimizer that loads, beside lists in the order saved."""
     model, fresh = network(), network()
     named = list(fresh.named_parameters())
-    groups: Any = [{"params": named[::-1]}] if kind == "reversed" else [{"params": [pair]} for pair in named]
-    optimizer = make("SFNorMuon", model.named_parameters())
-    other = make("SFNorMuon", groups)
+    optimizer, other = make("SFNorMuon", model.named_parameters()), make("SFNorMuon", named[::-1])
     train(trainable(model), optimizer, range(3))
     fresh.load_state_dict(model.state_dict())
     set_optimizer_state_dict(fresh, other, get_optimizer_state_dict(model, optimizer))

@@ -25,7 +25,7 @@ Buffers = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Gradients (finite, in the precision of the update) with the state, layout and step count of their parameters.
+    """Gradients (in the precision of the update, zero in a skipped step) with what their parameters have.
 
     t [B] is the number of this step; ok is 1 where the step counts and 0 where it is skipped.
     """
@@ -139,7 +139,7 @@ class Spectral(Direction):
         options = batch.options
         mu: float | Tensor = options["momentum"]
         if self.first_gradient:
-            mu = torch.where(batch.t > 1, mu, 0.0).to(batch.t.dtype)
+            mu = (batch.t > 1).to(batch.t.dtype) * mu
         M = batch.ema_("momentum", batch.grads, mu)
         if options["nesterov"]:
             M = [torch.lerp(g, m, options["momentum"]) for g, m in zip(batch.grads, M, strict=True)]

@@ -153,13 +153,17 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         self._fitted[p] = (p.device, p.dtype)
         return new
 
-    def ensure_state(self, p: Tensor) -> State:
-        """The state of a parameter, created if it has none yet because it was frozen."""
+    def _place(self, p: Tensor) -> tuple[Group, str]:
+        """The group of a parameter and how it is read there."""
         for group in self.param_groups:
             for member, layout in zip(group["params"], group["layouts"], strict=True):
                 if member is p:
-                    return self._ensure_state(p, group, layout)
+                    return group, layout
         raise KeyError(f"a tensor of shape {tuple(p.shape)} is not a parameter of this optimizer")
+
+    def ensure_state(self, p: Tensor) -> State:
+        """The state of a parameter, created if it has none yet because it was frozen."""
+        return self._ensure_state(p, *self._place(p))
 
     def _each(self) -> Iterator[tuple[Tensor, State]]:
         """Parameters that have state, with it; one that never was trainable has none."""
@@ -240,8 +244,8 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         precise = compute_dtype(params[0])
         t = torch.stack([state["step"] for state in states]) + 1
         eta = averaging.warmed_up(t, group["lr"], group["warmup_steps"]) * group["rate"] * direction.rate(t, group)
-        # A finite gradient passes unchanged; one of a skipped step must not reach the buffers even times zero.
-        grads = [torch.nan_to_num(p.grad.to(precise), 0.0, 0.0, 0.0) for p in params if p.grad is not None]
+        # A gradient of a skipped step must not reach the buffers even times zero.
+        grads = [torch.where(ok > 0, p.grad.to(precise), 0.0) for p in params if p.grad is not None]
         U = direction(Batch(grads, states, layouts, group, t, ok))
         if self.averages:
             clock = averaging.tick(
@@ -287,9 +291,13 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         """Y in the precision of the update: the parameter itself, or a new tensor where the parameter is narrower."""
         return p.detach() if "residual" not in state else p.to(state["residual"].dtype) + state["residual"]
 
+    @torch.no_grad()
     def iterates(self, p: Tensor) -> Iterates:
         """Copies of X, Y and Z of a parameter, in any mode."""
-        state = self.state.get(p) or self.ensure_state(p)
+        state = self.state.get(p, {})
+        if not state:
+            self._place(p)
+            return Iterates(*(p.detach().clone() for _ in range(3)))
         y = self._y(state.get("y", p), state).clone()
         if not self.averages:
             return Iterates(y.clone(), y, y.clone())
