@@ -166,7 +166,8 @@ def test_a_head_is_known_by_its_size_too() -> None:
     assert plan["1.weight"].rule == MATRIX
 
 
-def test_hidden_layers_as_wide_as_a_table_of_positions_stay_matrices() -> None:
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_hidden_layers_as_wide_as_a_table_of_positions_stay_matrices(tied: bool) -> None:
     """A context as long as the model is wide is common and makes no hidden layer a head."""
 
     class Transformer(nn.Module):
@@ -176,7 +177,9 @@ def test_hidden_layers_as_wide_as_a_table_of_positions_stay_matrices() -> None:
             self.positions = nn.Embedding(16, 16)
             self.up = nn.Linear(16, 16)
             self.down = nn.Linear(16, 16)
-            self.out = nn.Linear(16, 50)
+            self.out = nn.Linear(16, 50, bias=False)
+            if tied:
+                self.out.weight = self.words.weight
 
     plan = build(Transformer()).plan
     assert plan["out.weight"].rule == REST

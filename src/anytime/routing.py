@@ -239,16 +239,16 @@ def classify(given: Given, index: int, heads: set[Tensor], overrides: Overrides)
 
 
 def heads(given: Sequence[Given]) -> set[Tensor]:
-    """Weights of output layers that are not tied: the only Linear with the rows and columns of the largest embedding.
+    """The weight of an output layer that is not tied: the last Linear, if it has the shape of an embedding.
 
-    The only one, because hidden layers may well be as wide as a small table is long.
+    The last one only, because hidden layers may well be as wide as a table of positions is long.
     """
-    tables = [g.param for g in given if isinstance(g.module, nn.Embedding | nn.EmbeddingBag)]
-    if not tables:
+    embeddings = [g for g in given if isinstance(g.module, nn.Embedding | nn.EmbeddingBag)]
+    if any(g.aliases for g in embeddings):
         return set()
-    shape = max((table.shape for table in tables), key=lambda s: s[0])
-    found = [g.param for g in given if isinstance(g.module, nn.Linear) and g.param.shape == shape]
-    return set(found) if len(found) == 1 else set()
+    tables = {g.param.shape for g in embeddings}
+    linear = [g.param for g in given if isinstance(g.module, nn.Linear) and g.param.ndim == 2]
+    return {linear[-1]} if linear and linear[-1].shape in tables else set()
 
 
 def _automatic(given: Given, name: str, layout: Layout, heads: set[Tensor]) -> tuple[bool, str]:

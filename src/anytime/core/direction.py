@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,24 +143,24 @@ class Spectral(Direction):
         if options["nesterov"]:
             M = [torch.lerp(g, m, options["momentum"]) for g, m in zip(batch.grads, M, strict=True)]
         pieces = [layout.pieces(m) for m, layout in zip(M, batch.layouts, strict=True)]
-        rows = [
-            layout.row_pieces(state["row_moment"]) if options["row_norm"] else [None] * len(piece)
-            for state, layout, piece in zip(batch.states, batch.layouts, pieces, strict=True)
-        ]
-        by_shape: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        places: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for i, parts in enumerate(pieces):
             for j, part in enumerate(parts):
-                by_shape[part.shape[-2], part.shape[-1]].append((i, j))
-        out: list[list[Tensor]] = [list(parts) for parts in pieces]
-        for places in by_shape.values():
-            stack = torch.cat([pieces[i][j] for i, j in places])
-            P = polar(stack, options["polar"], options["polar_dtype"])
-            if options["row_norm"]:
-                P = _normalize_rows(P, [row for i, j in places if (row := rows[i][j]) is not None], batch)
-            U = _scaled(P, options)
-            for (i, j), u in zip(places, torch.split(U, [pieces[i][j].shape[0] for i, j in places]), strict=True):
-                out[i][j] = u
-        return [layout.join(parts, g.shape) for layout, parts, g in zip(batch.layouts, out, batch.grads, strict=True)]
+                places.setdefault((part.shape[-2], part.shape[-1]), []).append((i, j))
+        rows: list[list[Tensor]] = []
+        if options["row_norm"]:
+            rows = [layout.row_pieces(s["row_moment"]) for s, layout in zip(batch.states, batch.layouts, strict=True)]
+        for same_shape in places.values():
+            stack = [pieces[i][j] for i, j in same_shape]
+            P = polar(torch.cat(stack), options["polar"], options["polar_dtype"])
+            if rows:
+                P = _normalize_rows(P, [rows[i][j] for i, j in same_shape], batch)
+            U = torch.split(_scaled(P, options), [len(part) for part in stack])
+            for (i, j), u in zip(same_shape, U, strict=True):
+                pieces[i][j] = u
+        return [
+            layout.join(parts, g.shape) for layout, parts, g in zip(batch.layouts, pieces, batch.grads, strict=True)
+        ]
 
 
 def _normalize_rows(P: Tensor, rows: Sequence[Tensor], batch: Batch) -> Tensor:

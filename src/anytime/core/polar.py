@@ -26,8 +26,8 @@ class Coefficients:
 COEFFICIENTS: dict[str, Coefficients] = {
     # The paper's: Jordan et al., "Muon" (2024). Singular values of [1e-3, 1] land in [0.47, 1.20].
     "newton-schulz": Coefficients(((3.4445, -4.7750, 2.0315),) * 5),
-    # Amsel et al., "The Polar Express" (2025), designed for [1e-3, 1]: lands in [0.85, 1.14]. It diverges just above 1,
-    # where rounding can put the largest singular value, hence the safety factor.
+    # Amsel et al., "The Polar Express" (2025), designed for [1e-3, 1]: lands in [0.85, 1.14]. It diverges soon
+    # above 1, where rounding can put the largest singular value, hence the safety factor.
     "polar-express": Coefficients(
         (
             (8.156554524902461, -22.48329292557795, 15.878769915207462),

@@ -29,7 +29,7 @@ from ..core.direction import Batch
 from ..core.layout import Layout
 from ..core.polar import project
 from . import files
-from .groups import Group, Router, Ruled
+from .groups import Group, Place, Router, Ruled, places
 from .rules import RULES
 
 State = dict[str, Tensor]
@@ -95,9 +95,9 @@ class AnytimeOptimizer(torch.optim.Optimizer):
             for key in [key for key in param_group if key not in own]:
                 del param_group[key]  # torch fills in the defaults of the other rule
             param_group |= files.about(self)
-            for p, layout in zip(param_group["params"], param_group["layouts"], strict=True):
-                if p.requires_grad:
-                    self._ensure_state(p, param_group, layout)
+            for place in places(param_group):
+                if place.param.requires_grad:
+                    self._ensure_state(place)
             return
         known = {id(p) for group in self.param_groups for p in group["params"]}
         collected = routing.collect_group(param_group)
@@ -132,13 +132,14 @@ class AnytimeOptimizer(torch.optim.Optimizer):
             spec["residual"] = (shape, precise)
         return spec | {"step": ((), scalar)}
 
-    def _ensure_state(self, p: Tensor, group: Group, layout: str) -> State:
+    def _ensure_state(self, place: Place) -> State:
         """The parameter's state, created, or moved where the parameter has gone; idempotent."""
+        p = place.param
         old: State = self.state.get(p, {})
         if old and self._fitted.get(p) == (p.device, p.dtype):
             return old
         new: State = {}
-        for name, (shape, dtype) in self.state_spec(p, group, layout).items():
+        for name, (shape, dtype) in self.state_spec(p, place.group, place.layout).items():
             if name in old and not old[name].is_meta:
                 new[name] = old[name].to(p.device, dtype)
             elif shape == tuple(p.shape):
@@ -153,24 +154,23 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         self._fitted[p] = (p.device, p.dtype)
         return new
 
-    def _place(self, p: Tensor) -> tuple[Group, str]:
-        """The group of a parameter and how it is read there."""
+    def _place(self, p: Tensor) -> Place:
         for group in self.param_groups:
-            for member, layout in zip(group["params"], group["layouts"], strict=True):
-                if member is p:
-                    return group, layout
+            for place in places(group):
+                if place.param is p:
+                    return place
         raise KeyError(f"a tensor of shape {tuple(p.shape)} is not a parameter of this optimizer")
 
     def ensure_state(self, p: Tensor) -> State:
         """The state of a parameter, created if it has none yet because it was frozen."""
-        return self._ensure_state(p, *self._place(p))
+        return self._ensure_state(self._place(p))
 
     def _each(self) -> Iterator[tuple[Tensor, State]]:
         """Parameters that have state, with it; one that never was trainable has none."""
         for group in self.param_groups:
-            for p, layout in zip(group["params"], group["layouts"], strict=True):
-                if self.state.get(p):
-                    yield p, self._ensure_state(p, group, layout)
+            for place in places(group):
+                if self.state.get(place.param):
+                    yield place.param, self._ensure_state(place)
 
     # ------------------------------------------------------------------ step
 
@@ -203,7 +203,8 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         work: list[tuple[Group, list[tuple[Tensor, State, Layout]]]] = []
         for group in self.param_groups:
             members: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, State, Layout]]] = defaultdict(list)
-            for p, layout in zip(group["params"], group["layouts"], strict=True):
+            for place in places(group):
+                p = place.param
                 if p.grad is None or p.numel() == 0:
                     continue
                 if p.grad.layout != torch.strided:
@@ -213,7 +214,7 @@ class AnytimeOptimizer(torch.optim.Optimizer):
                     )
                 if p.grad.is_complex():
                     raise RuntimeError(f"{type(self).__name__} takes real gradients, but one is {p.grad.dtype}")
-                members[p.device, p.dtype].append((p, self._ensure_state(p, group, layout), Layout.parse(layout)))
+                members[p.device, p.dtype].append((p, self._ensure_state(place), Layout.parse(place.layout)))
             work.extend((group, batch) for batch in members.values())
         return work
 
@@ -297,7 +298,7 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         state = self.state.get(p, {})
         if not state:
             self._place(p)
-            return Iterates(*(p.detach().clone() for _ in range(3)))
+            return Iterates(*(p.detach().to(compute_dtype(p), copy=True) for _ in range(3)))
         y = self._y(state.get("y", p), state).clone()
         if not self.averages:
             return Iterates(y.clone(), y, y.clone())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .groups import Place, places
 from .options import CHECKS, from_plain, to_plain, validate
 
 if TYPE_CHECKING:
@@ -51,15 +52,16 @@ def about(optimizer: AnytimeOptimizer) -> dict[str, Any]:
 
 def pack(optimizer: AnytimeOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """torch's state dict made self-describing; tensors are still the optimizer's own, as torch's are."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    states = {index: state for index, state in packed["state"].items() if state}
+    everywhere = [place for group in optimizer.param_groups for place in places(group)]
+    states = {
+        index: {**state, "fingerprint": fingerprint(place.param), "order": torch.tensor(place.order)}
+        for index, place in enumerate(everywhere)
+        if (state := packed["state"].get(index))
+    }
     for group in packed["param_groups"]:
         group.update(about(optimizer), held=[index in states for index in group["params"]])
-    return {
-        **packed,
-        "state": {index: {**state, "fingerprint": fingerprint(params[index])} for index, state in states.items()},
-        "param_groups": [{k: to_plain(k, v) for k, v in group.items()} for group in packed["param_groups"]],
-    }
+    groups = [{key: to_plain(key, value) for key, value in group.items()} for group in packed["param_groups"]]
+    return {**packed, "state": states, "param_groups": groups}
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,8 @@ class _Saved:
 class _Pair:
     """A parameter of the optimizer and its saved self."""
 
-    param: Tensor
+    place: Place
     name: str
-    group: Mapping[str, Any]
-    layout: str
     saved: _Saved
 
 
@@ -90,14 +90,16 @@ def load(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> None:
         state_dict = pre_hook(optimizer, state_dict) or state_dict
     said = _said(optimizer, state_dict)
     pairs = _pair_up(optimizer, state_dict)
-    origin = {pair.param: pair.saved.group for pair in pairs}
+    origin = {pair.place.param: pair.saved.group for pair in pairs}
     groups = [_merged(optimizer, group, origin, state_dict["param_groups"]) for group in optimizer.param_groups]
     options = {
         p: {**group, **merged}
         for group, merged in zip(optimizer.param_groups, groups, strict=True)
         for p in group["params"]
     }
-    states = {pair.param: _checked(optimizer, pair, options[pair.param], said["sequence"]) for pair in pairs}
+    states = {
+        pair.place.param: _checked(optimizer, pair, options[pair.place.param], said["sequence"]) for pair in pairs
+    }
 
     optimizer.state.clear()
     optimizer.state.update({p: state for p, state in states.items() if state is not None})
@@ -138,17 +140,23 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
 def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> list[_Pair]:
     """Each parameter with its saved self: by name where both sides have names, else by the order they were given."""
     saved_groups = state_dict["param_groups"]
+    states = state_dict["state"]
+    by_order = {int(state["order"]): state for state in states.values() if "order" in state}
+    here = [place for group in optimizer.param_groups for place in places(group)]
+    labels = _names(optimizer.param_groups) or [f"parameter {place.order}" for place in here]
+    if states and not by_order:
+        # A tool made these entries for this very optimizer and left the lists as they were saved: its order tells.
+        at = [(index, number) for number, group in enumerate(saved_groups) for index in group["params"]]
+        if len(at) != len(here):
+            raise ValueError(f"the state is of {len(at)} parameters, this optimizer has {len(here)}")
+        return [
+            _Pair(place, label, _Saved(number, saved_groups[number]["rule"], place.layout, False, states.get(index)))
+            for place, label, (index, number) in zip(here, labels, at, strict=True)
+        ]
     saved = [
-        _Saved(number, group["rule"], layout, held, state_dict["state"].get(index))
+        _Saved(number, group["rule"], layout, held, by_order.get(order))
         for number, group in enumerate(saved_groups)
-        for index, layout, held in zip(
-            group["params"], group["layouts"], group.get("held") or [False] * len(group["params"]), strict=True
-        )
-    ]
-    here = [
-        (p, group, layout)
-        for group in optimizer.param_groups
-        for p, layout in zip(group["params"], group["layouts"], strict=True)
+        for layout, order, held in zip(group["layouts"], group["order"], group["held"], strict=True)
     ]
     names, saved_names = _names(optimizer.param_groups), _names(saved_groups)
     keys: Sequence[Any]
@@ -162,32 +170,28 @@ def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> list
     else:
         if len(here) != len(saved):
             raise ValueError(f"the state is of {len(saved)} parameters, this optimizer has {len(here)}")
-        keys = [i for group in optimizer.param_groups for i in group["order"]]
+        keys = [place.order for place in here]
         saved_keys = [i for group in saved_groups for i in group["order"]]
     found = dict(zip(saved_keys, saved, strict=True))
-    labels = names or [f"parameter {i}" for i in keys]
-    return [
-        _Pair(p, label, group, layout, found[key])
-        for (p, group, layout), label, key in zip(here, labels, keys, strict=True)
-    ]
+    return [_Pair(place, label, found[key]) for place, label, key in zip(here, labels, keys, strict=True)]
 
 
 def _checked(
     optimizer: AnytimeOptimizer, pair: _Pair, options: Mapping[str, Any], sequence: str
 ) -> dict[str, Tensor] | None:
     """The parameter's new state, or the error that says why the saved one is not its own."""
-    p, name, saved = pair.param, pair.name, pair.saved
-    if (saved.rule, saved.layout) != (pair.group["rule"], pair.layout):
+    (p, group, layout, _), name, saved = pair.place, pair.name, pair.saved
+    if (saved.rule, saved.layout) != (group["rule"], layout):
         raise ValueError(
             f"{name} followed the rule {saved.rule!r} read as {saved.layout!r} in the state, "
-            f"here {pair.group['rule']!r} read as {pair.layout!r}"
+            f"here {group['rule']!r} read as {layout!r}"
         )
     if not saved.state:
         if saved.held:
             raise ValueError(f"the state of {name} is missing, though it was there when this was saved")
         return None
-    kept = {key: value for key, value in saved.state.items() if key != "fingerprint"}
-    expected = {key: shape for key, (shape, _) in optimizer.state_spec(p, options, pair.layout).items()}
+    kept = {key: value for key, value in saved.state.items() if key not in ("fingerprint", "order")}
+    expected = {key: shape for key, (shape, _) in optimizer.state_spec(p, options, layout).items()}
     if sequence == "x" and optimizer.averages:
         expected["y"] = tuple(p.shape)
     shapes = {key: tuple(value.shape) for key, value in kept.items()}

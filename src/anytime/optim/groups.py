@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +20,20 @@ _SHARED = frozenset(
     ("lr", "rate", "weight_decay", "warmup_steps", "averaging_power", "averaging_warmup", "beta_growth")
 ) | {"beta_growth_start"}
 _ROUTING = ("rule", "split", "pattern")
+
+
+class Place(NamedTuple):
+    """A parameter in its group: how it is read as matrices, and its number among all that were given."""
+
+    param: Tensor
+    group: Group
+    layout: str
+    order: int
+
+
+def places(group: Group) -> Iterator[Place]:
+    for param, layout, order in zip(group["params"], group["layouts"], group["order"], strict=True):
+        yield Place(param, group, layout, order)
 
 
 @dataclass(frozen=True)
