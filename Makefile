@@ -12,7 +12,7 @@ READY := .venv/.ready
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-demo: $(READY) ## one anytime run against one AdamW schedule per stopping point (DEMO_ARGS=--quick for seconds)
+demo: $(READY) ## one anytime run against one schedule per stopping point (DEMO_ARGS=--quick for seconds)
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: lint ## lint, types and the quick tests

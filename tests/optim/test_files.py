@@ -582,7 +582,7 @@ def test_y_is_there_in_eval_mode_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["algorithm", "format", "sequence", "skipped_steps", "layouts", "order", "rule", "params"]
+    "key", ["algorithm", "format", "sequence", "skipped_steps", "layouts", "order", "held", "rule", "params"]
 )
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_missing_key_of_a_group(key: str, group: int) -> None:
@@ -761,6 +761,30 @@ def test_distributed_checkpoint_state_dicts(name: str, options: str, steps: int,
         o.train()
         train(trainable(m), o, range(5, 7))
     assert everything(list(model.named_parameters()), optimizer) == everything(list(fresh.named_parameters()), other)
+
+
+@pytest.mark.parametrize("options", OPTIONS_OF_DCP)
+def test_distributed_checkpoint_state_dicts_of_two_optimizers(options: str) -> None:
+    def build() -> tuple[nn.Module, list[anytime.AnytimeOptimizer]]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        return model, [
+            make(name, [(f"{key}.{n}", p) for n, p in model[key].named_parameters()])
+            for name, key in (("SFNorMuon", "a"), ("SFAdamW", "b"))
+        ]
+
+    chosen = OPTIONS_OF_DCP[options]
+    model, optimizers = build()
+    for _ in range(3):
+        for optimizer, key in zip(optimizers, "ab", strict=True):
+            train(list(model[key].named_parameters()), optimizer, range(2))
+    fresh, others = build()
+    fresh.load_state_dict(model.state_dict())
+    saved = get_optimizer_state_dict(model, optimizers, options=chosen)
+    set_optimizer_state_dict(fresh, others, saved, options=chosen)
+    for optimizer, other, key in zip(optimizers, others, "ab", strict=True):
+        mine = everything(list(model[key].named_parameters()), optimizer)
+        assert mine == everything(list(fresh[key].named_parameters()), other)
 
 
 def test_distributed_checkpoint_state_dicts_in_another_order() -> None:

@@ -156,7 +156,7 @@ def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> list
     saved = [
         _Saved(number, group["rule"], layout, held, by_order.get(order))
         for number, group in enumerate(saved_groups)
-        for layout, order, held in zip(group["layouts"], group["order"], group["held"], strict=True)
+        for layout, order, held in zip(group["layouts"], group["order"], _held(group), strict=True)
     ]
     names, saved_names = _names(optimizer.param_groups), _names(saved_groups)
     keys: Sequence[Any]
@@ -174,6 +174,11 @@ def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> list
         saved_keys = [i for group in saved_groups for i in group["order"]]
     found = dict(zip(saved_keys, saved, strict=True))
     return [_Pair(place, label, found[key]) for place, label, key in zip(here, labels, keys, strict=True)]
+
+
+def _held(group: Mapping[str, Any]) -> list[bool]:
+    """Which parameters had a state; where a tool lost the list, none is missed."""
+    return group.get("held") or [False] * len(group["params"])
 
 
 def _checked(
