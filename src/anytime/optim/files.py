@@ -144,7 +144,7 @@ def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> list
     by_order = {int(state["order"]): state for state in states.values() if "order" in state}
     here = [place for group in optimizer.param_groups for place in places(group)]
     labels = _names(optimizer.param_groups) or [f"parameter {place.order}" for place in here]
-    if states and not by_order:
+    if not by_order and not any("held" in group for group in saved_groups):
         # A tool made these entries for this very optimizer and left the lists as they were saved: its order tells.
         at = [(index, number) for number, group in enumerate(saved_groups) for index in group["params"]]
         if len(at) != len(here):
@@ -153,10 +153,12 @@ def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> list
             _Pair(place, label, _Saved(number, saved_groups[number]["rule"], place.layout, False, states.get(index)))
             for place, label, (index, number) in zip(here, labels, at, strict=True)
         ]
+    if not all("held" in group for group in saved_groups):
+        raise ValueError("a group of the state lacks 'held', the list of what had a state: it is not whole")
     saved = [
         _Saved(number, group["rule"], layout, held, by_order.get(order))
         for number, group in enumerate(saved_groups)
-        for layout, order, held in zip(group["layouts"], group["order"], _held(group), strict=True)
+        for layout, order, held in zip(group["layouts"], group["order"], group["held"], strict=True)
     ]
     names, saved_names = _names(optimizer.param_groups), _names(saved_groups)
     keys: Sequence[Any]
@@ -174,11 +176,6 @@ def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> list
         saved_keys = [i for group in saved_groups for i in group["order"]]
     found = dict(zip(saved_keys, saved, strict=True))
     return [_Pair(place, label, found[key]) for place, label, key in zip(here, labels, keys, strict=True)]
-
-
-def _held(group: Mapping[str, Any]) -> list[bool]:
-    """Which parameters had a state; where a tool lost the list, none is missed."""
-    return group.get("held") or [False] * len(group["params"])
 
 
 def _checked(
