@@ -28,7 +28,7 @@ from ..core import averaging
 from ..core.direction import Batch
 from ..core.layout import Layout
 from ..core.polar import project
-from . import files
+from .files import ABOUT, Resumable
 from .groups import Group, Place, Router, Ruled, places
 from .rules import RULES
 
@@ -43,7 +43,7 @@ class Iterates(NamedTuple):
     z: Tensor
 
 
-class AnytimeOptimizer(torch.optim.Optimizer):
+class AnytimeOptimizer(Resumable):
     """Abstract. `matrix` and `rest` are the rules and defaults that a final class brings.
 
     rules: name pattern -> "matrix", "rest" or options (rule, split, rate, lr, …); the first match wins.
@@ -79,7 +79,7 @@ class AnytimeOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_fitted": {}}
 
     def __repr__(self) -> str:
-        lists = ("params", "param_names", "layouts", "order", "rule", *files.ABOUT)
+        lists = ("params", "param_names", "layouts", "order", "rule", *ABOUT)
         lines = [
             f"  {group['rule']}, {len(group['params'])} parameters: "
             + ", ".join(f"{key}={value!r}" for key, value in sorted(group.items()) if key not in lists)
@@ -94,7 +94,7 @@ class AnytimeOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             for key in [key for key in param_group if key not in own]:
                 del param_group[key]  # torch fills in the defaults of the other rule
-            param_group |= files.about(self)
+            param_group |= self.about()
             for place in places(param_group):
                 if place.param.requires_grad:
                     self._ensure_state(place)
@@ -121,7 +121,6 @@ class AnytimeOptimizer(torch.optim.Optimizer):
     def state_spec(
         self, p: Tensor, group: Mapping[str, Any], layout: str
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name to shape and dtype of everything kept for a parameter between steps in train mode."""
         scalar, precise = averaging.scalar_dtype(p.device), compute_dtype(p)
         shape = tuple(p.shape)
         buffers = RULES[group["rule"]].buffers(shape, Layout.parse(layout), group)
@@ -368,17 +367,11 @@ class AnytimeOptimizer(torch.optim.Optimizer):
 
     # ----------------------------------------------------------------- files
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on, in either mode; says which sequence the weights hold and what they are."""
-        list(self._each())  # state follows parameters that have moved since
-        return files.pack(self, super().state_dict())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from a state_dict(), once the weights saved with it are in the model; see docs/checkpoints.md."""
-        files.load(self, state_dict)
+    def fit_state(self) -> None:
+        for _ in self._each():
+            pass
 
     def restore(self, *, training: bool, skipped_steps: int) -> None:
-        """The part of a loaded state that belongs to no parameter."""
         self._set_mode(training=training)
         self._fitted.clear()
         device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else torch.device("cpu")

@@ -7,18 +7,16 @@ parameters were given.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .groups import Place, places
 from .options import CHECKS, from_plain, to_plain, validate
-
-if TYPE_CHECKING:
-    from .base import AnytimeOptimizer
 
 FORMAT = 1
 ABOUT = ("algorithm", "format", "sequence", "skipped_steps")
@@ -43,25 +41,81 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
-def about(optimizer: AnytimeOptimizer) -> dict[str, Any]:
-    """What each group says of the whole; in the groups themselves, because some tools save only what is there."""
-    sequence = "y" if optimizer.training else "x"
-    values = (type(optimizer).__name__, FORMAT, sequence, optimizer.skipped_steps)
-    return dict(zip(ABOUT, values, strict=True))
+class Resumable(torch.optim.Optimizer):
+    """Abstract: an optimizer whose state dict describes itself. What it asks of the class below, and what it gives."""
 
+    averages: bool
 
-def pack(optimizer: AnytimeOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    """torch's state dict made self-describing; tensors are still the optimizer's own, as torch's are."""
-    everywhere = [place for group in optimizer.param_groups for place in places(group)]
-    states = {
-        index: {**state, "fingerprint": fingerprint(place.param), "order": torch.tensor(place.order)}
-        for index, place in enumerate(everywhere)
-        if (state := packed["state"].get(index))
-    }
-    for group in packed["param_groups"]:
-        group.update(about(optimizer), held=[index in states for index in group["params"]])
-    groups = [{key: to_plain(key, value) for key, value in group.items()} for group in packed["param_groups"]]
-    return {**packed, "state": states, "param_groups": groups}
+    @property
+    @abstractmethod
+    def training(self) -> bool:
+        """Whether the weights are y rather than x."""
+
+    @property
+    @abstractmethod
+    def skipped_steps(self) -> int:
+        """How many steps were left out."""
+
+    @abstractmethod
+    def fit_state(self) -> None:
+        """Brings the state to where its parameters are."""
+
+    @abstractmethod
+    def state_spec(
+        self, p: Tensor, group: Mapping[str, Any], layout: str
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name to shape and dtype of everything kept for a parameter between steps in train mode."""
+
+    @abstractmethod
+    def restore(self, *, training: bool, skipped_steps: int) -> None:
+        """Takes the part of a loaded state that belongs to no parameter."""
+
+    def about(self) -> dict[str, Any]:
+        """What each group says of the whole; in the groups themselves, because some tools save only what is there."""
+        sequence = "y" if self.training else "x"
+        return dict(zip(ABOUT, (type(self).__name__, FORMAT, sequence, self.skipped_steps), strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on, in either mode; says which sequence the weights hold and what they are.
+
+        Its tensors are the optimizer's own, as torch's are.
+        """
+        self.fit_state()
+        packed = super().state_dict()
+        everywhere = [place for group in self.param_groups for place in places(group)]
+        states = {
+            index: {**state, "fingerprint": fingerprint(place.param), "order": torch.tensor(place.order)}
+            for index, place in enumerate(everywhere)
+            if (state := packed["state"].get(index))
+        }
+        for group in packed["param_groups"]:
+            group.update(self.about(), held=[index in states for index in group["params"]])
+        groups = [{key: to_plain(key, value) for key, value in group.items()} for group in packed["param_groups"]]
+        return {**packed, "state": states, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a state_dict(), once the weights saved with it are in the model; see docs/checkpoints.md."""
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        said = _said(self, state_dict)
+        pairs = _pair_up(self, state_dict)
+        origin = {pair.place.param: pair.saved.group for pair in pairs}
+        groups = [_merged(self, group, origin, state_dict["param_groups"]) for group in self.param_groups]
+        options = {
+            p: {**group, **merged}
+            for group, merged in zip(self.param_groups, groups, strict=True)
+            for p in group["params"]
+        }
+        states = {pair.place.param: _checked(self, pair, options[pair.place.param], said["sequence"]) for pair in pairs}
+
+        self.state.clear()
+        self.state.update({p: state for p, state in states.items() if state is not None})
+        for group, merged in zip(self.param_groups, groups, strict=True):
+            group.update(merged)
+        self.restore(training=said["sequence"] == "y", skipped_steps=said["skipped_steps"])
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
 
 @dataclass(frozen=True)
@@ -84,33 +138,7 @@ class _Pair:
     saved: _Saved
 
 
-def load(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> None:
-    state_dict = dict(state_dict)
-    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        state_dict = pre_hook(optimizer, state_dict) or state_dict
-    said = _said(optimizer, state_dict)
-    pairs = _pair_up(optimizer, state_dict)
-    origin = {pair.place.param: pair.saved.group for pair in pairs}
-    groups = [_merged(optimizer, group, origin, state_dict["param_groups"]) for group in optimizer.param_groups]
-    options = {
-        p: {**group, **merged}
-        for group, merged in zip(optimizer.param_groups, groups, strict=True)
-        for p in group["params"]
-    }
-    states = {
-        pair.place.param: _checked(optimizer, pair, options[pair.place.param], said["sequence"]) for pair in pairs
-    }
-
-    optimizer.state.clear()
-    optimizer.state.update({p: state for p, state in states.items() if state is not None})
-    for group, merged in zip(optimizer.param_groups, groups, strict=True):
-        group.update(merged)
-    optimizer.restore(training=said["sequence"] == "y", skipped_steps=said["skipped_steps"])
-    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        post_hook(optimizer)
-
-
-def _said(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _said(optimizer: Resumable, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if not {"state", "param_groups"} <= state_dict.keys() or not state_dict["param_groups"]:
         raise ValueError(f"this is no optimizer state: it has the keys {sorted(map(str, state_dict))}")
     first = state_dict["param_groups"][0]
@@ -137,7 +165,7 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
     return names if len(set(names)) == sum(len(group["params"]) for group in groups) else None
 
 
-def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> list[_Pair]:
+def _pair_up(optimizer: Resumable, state_dict: Mapping[str, Any]) -> list[_Pair]:
     """Each parameter with its saved self: by name where both sides have names, else by the order they were given."""
     saved_groups = state_dict["param_groups"]
     states = state_dict["state"]
@@ -178,9 +206,7 @@ def _pair_up(optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any]) -> list
     return [_Pair(place, label, found[key]) for place, label, key in zip(here, labels, keys, strict=True)]
 
 
-def _checked(
-    optimizer: AnytimeOptimizer, pair: _Pair, options: Mapping[str, Any], sequence: str
-) -> dict[str, Tensor] | None:
+def _checked(optimizer: Resumable, pair: _Pair, options: Mapping[str, Any], sequence: str) -> dict[str, Tensor] | None:
     """The parameter's new state, or the error that says why the saved one is not its own."""
     (p, group, layout, _), name, saved = pair.place, pair.name, pair.saved
     if (saved.rule, saved.layout) != (group["rule"], layout):
@@ -219,7 +245,7 @@ def _checked(
 
 
 def _merged(
-    optimizer: AnytimeOptimizer,
+    optimizer: Resumable,
     group: Mapping[str, Any],
     origin: Mapping[Tensor, int],
     saved_groups: Sequence[Mapping[str, Any]],
