@@ -74,3 +74,17 @@ def test_without_batch_norm_the_loader_is_not_read():
         yield
 
     anytime.recalibrate_batch_norm(nn.Linear(2, 2), loader())
+
+
+def test_a_loader_that_breaks_loses_nothing():
+    def loader():
+        yield from batches(2)
+        raise OSError("gone")
+
+    model = network()
+    model(batches()[0][0])
+    before = model[1].running_mean.clone()
+    with pytest.raises(OSError, match="gone"):
+        anytime.recalibrate_batch_norm(model, loader())
+    assert torch.equal(model[1].running_mean, before)
+    assert model[1].momentum == 0.1

@@ -38,7 +38,7 @@ def test_the_guides_rules_are_legal():
         def __init__(self):
             super().__init__()
             self.qkv = nn.Linear(8, 24)
-            self.proj = nn.Parameter(torch.randn(8, 128))
+            self.proj = nn.Linear(128, 8)
 
     model = nn.Module()
     model.first = nn.Linear(4, 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -355,8 +356,10 @@ def test_a_parameter_given_twice() -> None:
         (lambda: nn.ReLU(), ValueError, "ReLU has no parameters"),
         (lambda: [1.0], TypeError, "not float"),
         (lambda: ["weight"], TypeError, "not str"),
-        (lambda: [nn.Linear(2, 2)], TypeError, "not Linear"),
-        (lambda: {"params": [torch.zeros(3)]}, TypeError, "not str"),
+        (lambda: [nn.Linear(2, 2)], TypeError, "several modules go into groups"),
+        (lambda: {"params": [torch.zeros(3)]}, TypeError, "a group goes into a list"),
+        (lambda: dict(nn.Linear(2, 2).named_parameters()), TypeError, "pass its .items"),
+        (lambda: nn.Linear(2, 2).parameters, TypeError, "a module or an iterable"),
         (lambda: [{"lr": 0.1}], ValueError, "needs the key 'params'.*'lr'"),
         (lambda: [{"params": []}, torch.zeros(3)], TypeError, "mixes groups"),
         (lambda: [("a", torch.zeros(3)), torch.zeros(3)], ValueError, "all parameters have names or none"),
@@ -568,7 +571,7 @@ def test_what_is_no_matrix_cannot_be_split() -> None:
         build(rules={"embed.weight": {"split": 11}})
     optimizer = build(rules={"embed.weight": {"split": {"sizes": 2, "dim": 1}, "rule": "matrix"}})
     assert str(optimizer.plan["embed.weight"].layout) == "matrix columns 3+3"
-    with pytest.raises(ValueError, match=r"attention.qkv.bias.*(no matrix|not a matrix|of a matrix)"):
+    with pytest.raises(ValueError, match=r"attention.qkv.bias.*only matrices can"):
         build(rules={"attention.qkv.*": {"split": 3}})
 
 
@@ -860,3 +863,50 @@ def test_a_rate_that_is_a_tensor_belongs_to_each_group() -> None:
     assert first is not rate
     first.mul_(2)
     assert (float(rate), float(second)) == (0.5, 0.5)
+
+
+# ---------------------------------------------------------------- heads and tables by name
+
+
+@pytest.mark.parametrize(
+    ("names", "rest"),
+    [
+        (["classifier.0.weight", "classifier.3.weight", "classifier.6.weight"], {"classifier.6.weight"}),
+        (["body.head.0.weight", "body.head.1.weight"], {"body.head.1.weight"}),
+        (["multi_head.q.weight", "headroom.weight"], set()),
+        (["score.weight", "a.weight"], {"score.weight"}),
+        (
+            ["emb.weight", "pos_embed", "wpe", "x.embedding.weight", "member.weight"],
+            {"emb.weight", "pos_embed", "wpe", "x.embedding.weight"},
+        ),
+    ],
+)
+def test_names_of_heads_and_tables(names: list[str], rest: set[str]) -> None:
+    plan = build([(name, nn.Parameter(torch.randn(6, 5))) for name in names]).plan
+    assert {name for name in names if plan[name].rule == REST} == rest
+
+
+def test_a_bare_table_in_a_module_is_known_by_its_name() -> None:
+    model = nn.Module()
+    model.pos_embed = nn.Parameter(torch.randn(1, 9, 4))
+    model.embed_proj = nn.Linear(4, 4)
+    plan = build(model).plan
+    assert plan["pos_embed"].rule == REST
+    assert plan["embed_proj.weight"].rule == MATRIX
+
+
+def test_a_weight_under_two_names_is_tied() -> None:
+    p = nn.Parameter(torch.randn(6, 5))
+    assert build([("in.weight", p), ("out.weight", p)]).plan["out.weight"].rule == REST
+
+
+def test_numbers_of_numpy_become_plain() -> None:
+    optimizer = anytime.SFNorMuon([nn.Parameter(torch.randn(3, 4))], lr=np.float32(0.5), warmup_steps=np.int64(3))
+    group = optimizer.param_groups[0]
+    assert type(group["lr"]) is float
+    assert type(group["warmup_steps"]) is int
+
+
+def test_an_elementwise_optimizer_has_no_rule_for_matrices() -> None:
+    with pytest.raises(ValueError, match="one rule for all"):
+        anytime.SFAdamW([("w", nn.Parameter(torch.randn(3, 4)))], rules={"w": "matrix"})

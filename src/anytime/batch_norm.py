@@ -47,17 +47,18 @@ def recalibrate_batch_norm(
             seen += 1
             if seen == max_batches:
                 break
+        if not seen:
+            raise ValueError("recalibrate_batch_norm: the loader gave no batch; the statistics are as they were")
+    except BaseException:
+        for layer, buffers in zip(layers, before, strict=True):
+            for buffer, old in zip(layer.buffers(), buffers, strict=True):
+                buffer.copy_(old)
+        raise
     finally:
         for layer, momentum in momenta.items():
             layer.momentum = momentum
         for module, mode in modes.items():
             module.training = mode
-        if not seen:
-            for layer, buffers in zip(layers, before, strict=True):
-                for buffer, old in zip(layer.buffers(), buffers, strict=True):
-                    buffer.copy_(old)
-    if not seen:
-        raise ValueError("recalibrate_batch_norm: the loader gave no batch; the statistics are as they were")
 
 
 def _run(model: nn.Module, batch: Any) -> None:

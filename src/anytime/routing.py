@@ -21,8 +21,8 @@ Overrides: TypeAlias = Mapping[str, Any]
 Rules: TypeAlias = Mapping[str, "str | Overrides"]
 Params: TypeAlias = "nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]"
 
-_EMBEDDING = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe|tok_emb\w*|pos_emb\w*)([._]|$)")
-_HEAD = re.compile(r"(^|[._])(lm_head|head|classifier|unembed\w*|output_projection|out_embed\w*)\.(?:\w+\.)?weight$")
+_EMBEDDING = re.compile(r"(^|\.)(\w*emb|\w*embed\w*|wte|wpe)(\.|$)")
+_HEAD = re.compile(r"(^|.*\.)(lm_head|head|classifier|score|unembed\w*|output_projection)\.")
 _FUSED = re.compile(r"(qkv|c_attn|in_proj|query_key_value|gate_up|w13)")
 
 
@@ -102,6 +102,11 @@ def collect(params: Params) -> list[tuple[list[Given], dict[str, Any]]]:
         raise TypeError("params must be a module or an iterable of parameters, not a single tensor: use [tensor]")
     if isinstance(params, set | frozenset):
         raise TypeError("parameters in a set have no order; use a list")
+    if isinstance(params, dict) or not isinstance(params, Iterable):
+        hint = "it must be a module or an iterable of parameters"
+        if isinstance(params, dict):
+            hint = "a group goes into a list" if "params" in params else "pass its .items()"
+        raise TypeError(f"params is {type(params).__name__}: {hint}")
     items = list(params)
     if not items:
         raise ValueError("the optimizer got an empty parameter list; a generator can be read only once")
@@ -132,7 +137,7 @@ def _from_module(model: nn.Module) -> list[Given]:
     owners: dict[Tensor, list[nn.Module]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            full = _plain_name(f"{prefix}.{name}" if prefix else name)
+            full = plain_name(f"{prefix}.{name}" if prefix else name)
             if full not in names.setdefault(param, []):
                 names[param].append(full)
             owners.setdefault(param, []).append(module)
@@ -148,7 +153,9 @@ def _from_items(items: Sequence[Any]) -> list[Given]:
     found: dict[Tensor, Given] = {}
     for item in items:
         name, param = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
-        name = _plain_name(name) if isinstance(name, str) else None
+        name = plain_name(name) if isinstance(name, str) else None
+        if isinstance(param, nn.Module):
+            raise TypeError("several modules go into groups: [{'params': first}, {'params': second}]")
         if not isinstance(param, Tensor):
             raise TypeError(f"an optimizer takes tensors, (name, tensor) pairs or groups, not {type(param).__name__}")
         if param in found:
@@ -163,7 +170,7 @@ def _from_items(items: Sequence[Any]) -> list[Given]:
     return list(found.values())
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """The name without what torch.compile puts before it, so that compiled and plain models share checkpoints."""
     return name.replace("_orig_mod.", "")
 
@@ -203,7 +210,7 @@ def _overrides(pattern: str, value: Any) -> dict[str, Any]:
     return {"rule": value} if isinstance(value, str) else dict(value)
 
 
-def classify(given: Given, index: int, heads: set[Tensor], overrides: Overrides) -> Entry:
+def classify(given: Given, index: int, heads: Mapping[Tensor, str], overrides: Overrides) -> Entry:
     """Matrix or not, read how, and why. `overrides` may hold "rule" ("matrix" or "rest") and "split"."""
     param, module = given.param, given.module
     name = given.name if given.name is not None else f"parameter {index}"
@@ -238,20 +245,28 @@ def classify(given: Given, index: int, heads: set[Tensor], overrides: Overrides)
     )
 
 
-def heads(given: Sequence[Given]) -> set[Tensor]:
-    """The weight of an output layer that is not tied: the last Linear, if it has the shape of an embedding.
+def heads(given: Sequence[Given]) -> dict[Tensor, str]:
+    """Weights of output layers, with the reason: the last matrix of a module called as a head is, and the last Linear
+    if it has the shape of an embedding that is not tied.
 
-    The last one only, because hidden layers may well be as wide as a table of positions is long.
+    The last one only, because a classifier may have hidden layers, and hidden layers may well be as wide as a table of
+    positions is long.
     """
+    found: dict[Tensor, str] = {}
+    by_name: dict[str, Tensor] = {}
+    for g in given:
+        if g.name is not None and g.param.ndim == 2 and (called := _HEAD.match(g.name)):
+            by_name[called[0]] = g.param
+    found |= dict.fromkeys(by_name.values(), "head, by its name")
     embeddings = [g for g in given if isinstance(g.module, nn.Embedding | nn.EmbeddingBag)]
-    if any(g.aliases for g in embeddings):
-        return set()
-    tables = {g.param.shape for g in embeddings}
     linear = [g.param for g in given if isinstance(g.module, nn.Linear) and g.param.ndim == 2]
-    return {linear[-1]} if linear and linear[-1].shape in tables else set()
+    tied = any(g.aliases for g in embeddings)
+    if linear and not tied and linear[-1].shape in {g.param.shape for g in embeddings}:
+        found.setdefault(linear[-1], "head, of the embedding's shape")
+    return found
 
 
-def _automatic(given: Given, name: str, layout: Layout, heads: set[Tensor]) -> tuple[bool, str]:
+def _automatic(given: Given, name: str, layout: Layout, heads: Mapping[Tensor, str]) -> tuple[bool, str]:
     param, module = given.param, given.module
     if param.numel() == 0:
         return False, "empty"
@@ -264,12 +279,12 @@ def _automatic(given: Given, name: str, layout: Layout, heads: set[Tensor]) -> t
         return False, f"{m}×{n}: a side of 1"
     if layout.flat:
         return True, f"kernel as {m}×{n}"
-    if module is None and _EMBEDDING.search(name):
+    if not isinstance(module, nn.Linear) and _EMBEDDING.search(name):
         return False, "embedding, by its name"
-    if _HEAD.search(name) and param.ndim == 2:
-        return False, "head, by its name"
     if param in heads:
-        return False, "head, of the embedding's shape"
+        return False, heads[param]
+    if module is None and given.aliases and param.ndim == 2:
+        return False, "tied under two names"
     if layout.sizes:
         return True, "split as asked"
     if param.ndim > 2:
@@ -285,7 +300,9 @@ def _layout(name: str, shape: tuple[int, ...], flat: bool, split: Any) -> Layout
         raise ValueError(f"split of {name}: the keys are 'sizes' and 'dim', not {sorted(map(str, split))}")
     sizes: Any = split["sizes"] if isinstance(split, Mapping) else split
     dim = split.get("dim", 0) if isinstance(split, Mapping) else 0
-    if dim not in (0, 1) or len(shape) < 2:
+    if len(shape) < 2:
+        raise ValueError(f"{name} has the shape {shape} and cannot be split: only matrices can")
+    if dim not in (0, 1):
         raise ValueError(
             f"split of {name}: dim is {dim!r} and must be 0 (rows) or 1 (columns) of a matrix, shape {shape}"
         )

@@ -322,3 +322,8 @@ def test_what_is_inside_stays(ball):
     P = project(Z, ball, 10.0)
     assert torch.equal(P[:2], Z[:2])
     assert float(norm_of(P[2], ball)) == pytest.approx(10.0)
+
+
+def test_a_callable_that_changes_the_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="polar made"):
+        polar(torch.randn(3, 5), lambda M: M.T)

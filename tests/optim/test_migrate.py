@@ -104,15 +104,77 @@ def test_muon_and_adamw_side_by_side():
         backward(model, step)
         muon.step()
         adamw.step()
-    optimizer = anytime.SFNorMuon(model, warmup_steps=3)
-    anytime.start_from(optimizer, muon.state_dict(), params=matrices, step=6)
-    with pytest.raises(ValueError, match="new optimizer"):  # one of the two has counted steps already
-        anytime.start_from(optimizer, muon.state_dict(), params=matrices)
-    optimizer = anytime.SFNorMuon(model, warmup_steps=3)
-    anytime.start_from(optimizer, muon.state_dict(), params=matrices)
-    anytime.start_from(optimizer, adamw.state_dict(), params=rest)
-    assert torch.equal(optimizer.state[matrices[1]]["momentum"], muon.state[matrices[1]]["momentum_buffer"])
-    assert optimizer.state[rest[0]]["step"] == 6
+    calls = [
+        lambda optimizer: anytime.start_from(optimizer, muon.state_dict(), params=matrices, step=6),
+        lambda optimizer: anytime.start_from(optimizer, adamw.state_dict(), params=rest),
+    ]
+    for order in (calls, calls[::-1]):
+        optimizer = anytime.SFNorMuon(model, warmup_steps=3)
+        for call in order:
+            call(optimizer)
+        assert torch.equal(optimizer.state[matrices[1]]["momentum"], muon.state[matrices[1]]["momentum_buffer"])
+        assert torch.equal(optimizer.state[rest[0]]["second_moment"], adamw.state[rest[0]]["exp_avg_sq"])
+        assert all(state["step"] == 6 for state in optimizer.state.values())
+    with pytest.raises(ValueError, match="taken steps already"):
+        calls[0](optimizer)
+
+
+def test_schedulefree_to_an_optimizer_without_an_average_starts_at_x():
+    theirs, ours = network(), network()
+    sf = schedulefree.AdamWScheduleFree(theirs.parameters(), lr=0.01, warmup_steps=3)
+    sf.train()
+    run(theirs, sf, 0, 12)
+    for mode in ("train", "eval"):
+        getattr(sf, mode)()
+        ours.load_state_dict(theirs.state_dict())
+        anytime.start_from(anytime.NorMuon(ours), sf.state_dict())
+        sf.eval()
+        assert all(near(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+        sf.train()
+
+
+def test_what_cannot_be_told_apart_is_refused():
+    model = network()
+    grouped = torch.optim.AdamW([{"params": [model[2].weight]}, {"params": [model[0].weight]}])
+    backward(model, 0)
+    grouped.step()
+    matrices = [("weight", model[0].weight), ("weight2", model[2].weight)]
+    with pytest.raises(ValueError, match="2 groups and no names"):
+        anytime.start_from(anytime.SFNorMuon(matrices), grouped.state_dict())
+    twins = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+    groups = [{"params": list(twin.named_parameters())} for twin in twins]  # both have a "weight"
+    adamw = torch.optim.AdamW(groups)
+    (twins[0](torch.ones(1, 3).double()) + twins[1](torch.ones(1, 3).double())).sum().backward()
+    adamw.step()
+    with pytest.raises(ValueError, match="no names"):
+        anytime.start_from(anytime.SFNorMuon([{"params": twin.parameters()} for twin in twins]), adamw.state_dict())
+
+
+def test_wrong_calls_are_refused():
+    model = network()
+    adamw, muon = torch.optim.AdamW(model.parameters()), torch.optim.Muon([model[0].weight])
+    backward(model, 0)
+    adamw.step()
+    muon.step()
+    optimizer = anytime.SFNorMuon(model)
+    with pytest.raises(ValueError, match="this state is one of ours"):
+        anytime.start_from(optimizer, optimizer.state_dict())
+    with pytest.raises(ValueError, match="no parameter of this optimizer"):
+        anytime.start_from(optimizer, adamw.state_dict(), params=list(network().parameters()))
+    with pytest.raises(ValueError, match="step is -5"):
+        anytime.start_from(optimizer, adamw.state_dict(), step=-5)
+    with pytest.raises(ValueError, match="no momentum here"):
+        anytime.start_from(anytime.SFAdamW(model), muon.state_dict(), params=[model[0].weight])
+
+
+def test_a_compiled_models_names_are_plain():
+    model = network()
+    adamw = torch.optim.AdamW([(f"_orig_mod.{name}", p) for name, p in model.named_parameters()])
+    backward(model, 0)
+    adamw.step()
+    optimizer = anytime.SFNorMuon(model)
+    anytime.start_from(optimizer, adamw.state_dict())
+    assert all(state["step"] == 1 for state in optimizer.state.values())
 
 
 def test_a_state_that_does_not_fit_is_refused_and_nothing_changes():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout
-from .polar import Polar, polar, unit_norm
+from .polar import polar, svd_polar, unit_norm
 
 Options = Mapping[str, Any]
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
@@ -189,15 +189,16 @@ def _scaled(P: Tensor, options: Options) -> Tensor:
     return P
 
 
-def duality_map(G: Tensor, norm: str, method: Polar = "svd") -> Tensor:
+def duality_map(G: Tensor, norm: str) -> Tensor:
     """argmax ⟨G, U⟩ over ‖U‖ ≤ 1 for each matrix of G [..., m, n]: the steepest direction of a geometry.
 
     norm: "max" (ℓ1 → ℓ∞, the entrywise maximum) gives sign(G); "spectral" (ℓ2 → ℓ2) the polar factor; "frobenius"
     G / ‖G‖_F.
     """
-    if norm == "max":
-        return G.sign()
-    return polar(G, method) if norm == "spectral" else unit_norm(G)
+    maps: dict[str, Callable[[Tensor], Tensor]] = {"max": torch.sign, "spectral": svd_polar, "frobenius": unit_norm}
+    if norm not in maps:
+        raise ValueError(f"norm is {norm!r}; it must be one of {', '.join(map(repr, maps))}")
+    return maps[norm](G)
 
 
 @dataclass(frozen=True)
@@ -219,8 +220,8 @@ class Steepest(Direction):
         beta1, beta2 = self._betas(batch.options)
         C = [torch.lerp(g, state["momentum"].to(g.dtype), beta1) for g, state in batch]
         batch.ema_("momentum", batch.grads, beta2)
-        if self.norm == "max":
-            return [c.sign() for c in C]
+        if self.norm == "max":  # entry by entry: any shape will do
+            return [duality_map(c, self.norm) for c in C]
         return [
             layout.join([duality_map(part, self.norm) for part in layout.pieces(c)], c.shape)
             for c, layout in zip(C, batch.layouts, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class Layout:
         return f"{text} {('rows', 'columns')[self.dim]} {'+'.join(map(str, self.sizes))}" if self.sizes else text
 
     @classmethod
+    @cache  # parsed for every parameter at every step
     def parse(cls, text: str) -> Layout:
         kind, *split = text.split()
         if not split:

@@ -62,7 +62,10 @@ def polar(M: Tensor, method: Polar = "newton-schulz", dtype: torch.dtype | None 
         return torch.zeros_like(M)
     if callable(method):
         A = M if dtype is None else M.to(dtype)
-        return torch.stack([method(matrix) for matrix in A.reshape(-1, *A.shape[-2:])]).reshape(M.shape).to(M.dtype)
+        factors = torch.stack([method(matrix) for matrix in A.reshape(-1, *A.shape[-2:])])
+        if factors.shape[1:] != M.shape[-2:]:
+            raise ValueError(f"polar made {tuple(factors.shape[1:])} of a matrix of {tuple(M.shape[-2:])}")
+        return factors.reshape(M.shape).to(M.dtype)
     if method == "svd":
         return svd_polar(M if dtype is None else M.to(torch.promote_types(dtype, torch.float32))).to(M.dtype)
     dtype = dtype or (torch.bfloat16 if M.is_cuda else M.dtype)

@@ -245,7 +245,7 @@ class AnytimeOptimizer(Resumable):
         t = torch.stack([state["step"] for state in states]) + 1
         eta = averaging.warmed_up(t, group["lr"], group["warmup_steps"]) * group["rate"] * direction.rate(t, group)
         # A gradient of a skipped step must not reach the buffers even times zero.
-        grads = [torch.where(ok > 0, p.grad.to(precise), 0.0) for p in params if p.grad is not None]
+        grads = [torch.where(ok > 0, p.grad.to(precise), 0.0) for p in params]
         U = direction(Batch(grads, states, layouts, group, t, ok))
         if self.averages:
             clock = averaging.tick(
@@ -399,7 +399,7 @@ def fast_step(y: Tensor, z: Tensor, u: Tensor, eta: Tensor, layout: Layout, grou
 
 
 def write_(p: Tensor, y: Tensor, state: State) -> None:
-    """p ← y, rounded where p is narrower; what rounding took away stays in the residual."""
+    """p ← y where p is narrower, so that y is a tensor of its own; what rounding takes away goes to the residual."""
     if "residual" in state:
         p.copy_(y)
         state["residual"].copy_(y.sub_(p.to(y.dtype)))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .groups import Place, places
+from .groups import Place, places, unique_names
 from .options import CHECKS, from_plain, to_plain, validate
 
 FORMAT = 1
@@ -88,8 +88,9 @@ class Resumable(torch.optim.Optimizer):
             for index, place in enumerate(everywhere)
             if (state := packed["state"].get(index))
         }
+        about = self.about()
         for group in packed["param_groups"]:
-            group.update(self.about(), held=[index in states for index in group["params"]])
+            group.update(about, held=[index in states for index in group["params"]])
         groups = [{key: to_plain(key, value) for key, value in group.items()} for group in packed["param_groups"]]
         return {**packed, "state": states, "param_groups": groups}
 
@@ -159,19 +160,13 @@ def _said(optimizer: Resumable, state_dict: Mapping[str, Any]) -> dict[str, Any]
     return {key: first[key] for key in ABOUT}
 
 
-def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
-    """The parameters' names, or None if not all have one of their own."""
-    names = [name for group in groups for name in group.get("param_names", ())]
-    return names if len(set(names)) == sum(len(group["params"]) for group in groups) else None
-
-
 def _pair_up(optimizer: Resumable, state_dict: Mapping[str, Any]) -> list[_Pair]:
     """Each parameter with its saved self: by name where both sides have names, else by the order they were given."""
     saved_groups = state_dict["param_groups"]
     states = state_dict["state"]
     by_order = {int(state["order"]): state for state in states.values() if "order" in state}
     here = [place for group in optimizer.param_groups for place in places(group)]
-    labels = _names(optimizer.param_groups) or [f"parameter {place.order}" for place in here]
+    labels = unique_names(optimizer.param_groups) or [f"parameter {place.order}" for place in here]
     if not by_order and not any("held" in group for group in saved_groups):
         # A tool made these entries for this very optimizer and left the lists as they were saved: its order tells.
         at = [(index, number) for number, group in enumerate(saved_groups) for index in group["params"]]
@@ -188,7 +183,7 @@ def _pair_up(optimizer: Resumable, state_dict: Mapping[str, Any]) -> list[_Pair]
         for number, group in enumerate(saved_groups)
         for layout, order, held in zip(group["layouts"], group["order"], group["held"], strict=True)
     ]
-    names, saved_names = _names(optimizer.param_groups), _names(saved_groups)
+    names, saved_names = unique_names(optimizer.param_groups), unique_names(saved_groups)
     keys: Sequence[Any]
     if names is not None and saved_names is not None:
         keys, saved_keys = names, saved_names
@@ -219,9 +214,18 @@ def _checked(optimizer: Resumable, pair: _Pair, options: Mapping[str, Any], sequ
             raise ValueError(f"the state of {name} is missing, though it was there when this was saved")
         return None
     kept = {key: value for key, value in saved.state.items() if key not in ("fingerprint", "order")}
-    expected = {key: shape for key, (shape, _) in optimizer.state_spec(p, options, layout).items()}
+    spec = optimizer.state_spec(p, options, layout)
+    expected = {key: shape for key, (shape, _) in spec.items()}
     if sequence == "x" and optimizer.averages:
         expected["y"] = tuple(p.shape)
+    narrow = "residual" in kept
+    precise = kept["d"].dtype if "d" in kept else None
+    if narrow != ("residual" in expected) or (precise is not None and precise != spec["d"][1]):
+        was = "weights narrower than float32" if narrow else f"{precise or 'wider'} weights"
+        raise ValueError(
+            f"the state of {name} was saved beside {was}, here they are {p.dtype}: build the model in the precision it "
+            "had, load, and change it then"
+        )
     shapes = {key: tuple(value.shape) for key, value in kept.items()}
     if shapes != expected:
         wrong = [k for k in sorted({*shapes, *expected}) if shapes.get(k) != expected.get(k)]
@@ -234,8 +238,9 @@ def _checked(optimizer: Resumable, pair: _Pair, options: Mapping[str, Any], sequ
         held = "the iterate Y (train mode)" if sequence == "y" else "the average X (eval mode)"
         raise ValueError(
             f"the weights of {name} are not those the state was saved with, which were {held}: load the weights "
-            "first, saved at the same moment and in the same mode. (To go on from other weights on purpose, remove "
-            "'fingerprint' from the state's entries.)"
+            "first, saved at the same moment and in the same mode (with torch's distributed checkpoint: "
+            "set_model_state_dict, then set_optimizer_state_dict). To go on from other weights on purpose, remove "
+            "'fingerprint' from the state's entries."
         )
     new = {}
     for key, value in kept.items():

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from .. import routing
 from ..core.layout import Layout
-from .options import FOREIGN, validate, validate_together
+from .options import FOREIGN, plain_number, validate, validate_together
 
 Group = dict[str, Any]
 Options = Mapping[str, Any]
 
 #: Without the prefix adam_, these options of a group hold for its matrices and for the rest alike.
-_SHARED = frozenset(
-    ("lr", "rate", "weight_decay", "warmup_steps", "averaging_power", "averaging_warmup", "beta_growth")
-) | {"beta_growth_start"}
+_SHARED = {"lr", "rate", "weight_decay", "warmup_steps"}
+_SHARED |= {"averaging_power", "averaging_warmup", "beta_growth", "beta_growth_start"}
 _ROUTING = ("rule", "split", "pattern")
 
 
@@ -34,6 +33,12 @@ class Place(NamedTuple):
 def places(group: Group) -> Iterator[Place]:
     for param, layout, order in zip(group["params"], group["layouts"], group["order"], strict=True):
         yield Place(param, group, layout, order)
+
+
+def unique_names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
+    """The parameters' names, or None if not all have one of their own."""
+    names = [name for group in groups for name in group.get("param_names", ())]
+    return names if len(set(names)) == sum(len(group["params"]) for group in groups) else None
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,10 @@ class Router:
                 own = next(matched)
                 entry = routing.classify(given, offset + sum(map(len, routed)), heads, {**options, **own})
                 if self.matrix is None:
+                    if {**options, **own}.get("rule") == "matrix":
+                        raise ValueError(
+                            f"{entry.name}: {self.owner} has one rule for all parameters, none for matrices"
+                        )
                     entry = replace(entry, matrix=False, layout=Layout(), reason="one rule for all")
                 routed[-1].append((given, entry, own))
         patterns_of_matrices = {own.get("pattern") for part in routed for _, entry, own in part if entry.matrix}
@@ -104,6 +113,7 @@ class Router:
     def _group(self, matrix: bool, values: Options) -> Group:
         ruled = self.matrix if matrix and self.matrix else self.rest
         group = {"params": [], "rule": ruled.rule, **ruled.options, **values, "layouts": [], "order": []}
+        group = {key: plain_number(value) for key, value in group.items()}
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].clone()  # a scheduler multiplies each group's in place
         validate_together(group, self.owner)
@@ -118,12 +128,13 @@ class Router:
         given = {key: value for key, value in given.items() if key not in _ROUTING}
         foreign = {key: value for key, value in given.items() if key in FOREIGN and key != "param_names"}
         if self.matrix is None:
-            validate(given, self.rest.options, self.owner)
+            validate(given, [*self.rest.options, *_ROUTING[:2]], self.owner)
             return given
         prefixed = {f"adam_{key}": key for key in self.rest.options}
         plain = {key: value for key, value in given.items() if key not in prefixed and key not in FOREIGN}
         adam = {prefixed[key]: value for key, value in given.items() if key in prefixed}
-        validate(plain, {*self.matrix.options, *prefixed} if has_matrix else self.rest.options, self.owner)
+        known = {*self.matrix.options, *prefixed} if has_matrix else {*self.rest.options}
+        validate(plain, known | {*_ROUTING[:2]}, self.owner)
         validate(adam, self.rest.options, self.owner, "adam_")
         if matrix:
             return {**foreign, **plain}

@@ -97,3 +97,10 @@ def take(given: Mapping[str, Any], owner: type, *tables: Mapping[str, Any]) -> l
             named = [name for name in inspect.signature(owner).parameters if name != "more"]
             raise TypeError(unknown(key, [*known, *named], owner.__name__))
     return [{key: given.get(key, default) for key, default in table.items()} for table in tables]
+
+
+def the_rest(adam: Mapping[str, Any], matrix: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the (SF-)AdamW part: without their prefix, lr and weight_decay the matrices' where not given."""
+    rest = {key.removeprefix("adam_"): value for key, value in adam.items()}
+    own = {key: matrix[key] for key in ("lr", "weight_decay") if rest[key] is None}
+    return {"rate": 1.0, "warmup_steps": matrix["warmup_steps"], **rest, **own}

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..routing import plain_name
 from .base import AnytimeOptimizer
+from .groups import places, unique_names
 
 State = Mapping[str, Any]
+_HINT = "pass params, those of the optimizer that saved it, in its order"
 
 
 @torch.no_grad()
@@ -31,22 +34,26 @@ def start_from(
     Parameters are matched by name where both sides have names, else in the order in which they were given; `params` are
     the foreign optimizer's in its order, where it had only some of them. Options stay this optimizer's.
     """
-    if not optimizer.training or any(float(s["step"]) for s in optimizer.state.values()):
-        raise ValueError("start_from needs a new optimizer, in train mode and before its first step")
-    foreign = _entries(state_dict)
-    pairs = _match(optimizer, state_dict, [p for p, _ in foreign], params)
+    if not optimizer.training:
+        raise ValueError("start_from needs an optimizer in train mode")
+    if step is not None and step < 0:
+        raise ValueError(f"step is {step}; it must be in [0, ∞)")
     found: list[tuple[Tensor, State, State, Callable[..., None]]] = []
-    for index, group in foreign:
-        p, label = pairs[index]
+    for index, group, p, label in _match(optimizer, state_dict, params):
         state = state_dict["state"].get(index)
         if state is None:
             continue
+        own = optimizer.state.get(p, {})
+        if own and float(own["step"]):
+            raise ValueError(f"{label} has taken steps already: start_from needs a new optimizer")
         convert = _converter(state, group, label)
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
                 raise ValueError(
-                    f"{label} is {tuple(p.shape)} here, but its {key} in the state is {tuple(value.shape)}"
+                    f"{label} is {tuple(p.shape)} here, but its {key} in the state is {tuple(value.shape)}; {_HINT}"
                 )
+        if convert is _from_muon and "momentum" not in optimizer.ensure_state(p):
+            raise ValueError(f"{label} has no momentum here: nothing of this state can be used for it")
         found.append((p, state, group, convert))
     if not found:
         raise ValueError("the state holds nothing: it was saved before the first step")
@@ -57,33 +64,36 @@ def start_from(
             own["step"].fill_(step)
 
 
-def _entries(state_dict: Mapping[str, Any]) -> list[tuple[Any, State]]:
-    try:
-        return [(index, group) for group in state_dict["param_groups"] for index in group["params"]]
-    except (KeyError, TypeError):
-        raise ValueError("this is no state of a torch optimizer: it needs 'state' and 'param_groups'") from None
-
-
 def _match(
-    optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any], indices: list[Any], params: Sequence[Tensor] | None
-) -> dict[Any, tuple[Tensor, str]]:
-    """The foreign state's index to the parameter here and what to call it in errors."""
-    own = {i: p for group in optimizer.param_groups for i, p in zip(group["order"], group["params"], strict=True)}
-    names = [name for group in state_dict["param_groups"] for name in group.get("param_names", ())]
-    here = {
-        name: p
-        for group in optimizer.param_groups
-        for name, p in zip(group.get("param_names", ()), group["params"], strict=False)
-    }
-    if params is None and here and len(names) == len(indices):
-        if missing := [name for name in names if name not in here]:
+    optimizer: AnytimeOptimizer, state_dict: Mapping[str, Any], params: Sequence[Tensor] | None
+) -> list[tuple[Any, State, Tensor, str]]:
+    """(index, group) of the foreign state with the parameter here and what to call it in errors."""
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("this is no state of a torch optimizer: it needs 'state' and 'param_groups'")
+    groups = state_dict["param_groups"]
+    if any("algorithm" in group for group in groups):
+        raise ValueError("this state is one of ours: use optimizer.load_state_dict")
+    entries = [(index, group) for group in groups for index in group["params"]]
+    own = [place for group in optimizer.param_groups for place in places(group)]
+    names, here = unique_names(groups), unique_names(optimizer.param_groups)
+    if params is None and names is not None and here is not None:
+        known = dict(zip(here, own, strict=True))
+        names = [plain_name(name) for name in names]
+        if missing := [name for name in names if name not in known]:
             raise ValueError(f"the state has {missing[0]!r}, which this optimizer does not know")
-        return {index: (here[name], name) for index, name in zip(indices, names, strict=True)}
-    ordered = list(params) if params is not None else [own[i] for i in sorted(own)]
-    if len(ordered) != len(indices):
-        hint = "" if params is not None else "; pass params, those of the optimizer that saved it, in its order"
-        raise ValueError(f"the state is of {len(indices)} parameters, here are {len(ordered)}{hint}")
-    return {index: (p, f"parameter {i}") for i, (index, p) in enumerate(zip(indices, ordered, strict=True))}
+        return [(*entry, known[name].param, name) for entry, name in zip(entries, names, strict=True)]
+    if params is None:
+        if len(groups) > 1:
+            raise ValueError(f"the state has {len(groups)} groups and no names to tell its parameters by; {_HINT}")
+        ordered = [place.param for place in sorted(own, key=lambda place: place.order)]
+    else:
+        ordered = list(params)
+        mine = {id(place.param) for place in own}
+        if strangers := [p for p in ordered if id(p) not in mine]:
+            raise ValueError(f"params holds {type(strangers[0]).__name__} that is no parameter of this optimizer")
+    if len(ordered) != len(entries):
+        raise ValueError(f"the state is of {len(entries)} parameters, here are {len(ordered)}; {_HINT}")
+    return [(*entry, p, f"parameter {i}") for i, (entry, p) in enumerate(zip(entries, ordered, strict=True))]
 
 
 def _converter(state: State, group: State, label: str) -> Callable[..., None]:
@@ -114,18 +124,19 @@ def _from_muon(p: Tensor, own: dict[str, Tensor], state: State, group: State) ->
 
 
 def _from_schedulefree(p: Tensor, own: dict[str, Tensor], state: State, group: State) -> None:
-    """Its weights are y in train mode, x in eval mode; here they become y."""
+    """Its weights are y in train mode, x in eval mode; here they become y, or x where there is no average."""
     beta = group["momentum"] if "momentum" in group else group["betas"][0]
     precise = own["step"].dtype
     w, z = p.to(precise), state["z"].to(p.device, precise)
     d = (z - w) / beta if group["train_mode"] else z - w
+    x = w - (1 - beta) * d if group["train_mode"] else w
     _put(own, "d", d)
     _put(own, "weight_sum", group["weight_sum"])
     _put(own, "beta", beta)
     _put(own, "step", group["k"])
     if "exp_avg_sq" in state:
         _put(own, "second_moment", state["exp_avg_sq"])
-    if not group["train_mode"]:
-        y = w + (1 - beta) * d
-        p.copy_(y)
-        _put(own, "residual", y - p.to(precise))
+    if group["train_mode"] != ("d" in own):
+        new = x + (1 - beta) * d if "d" in own else x
+        p.copy_(new)
+        _put(own, "residual", new - p.to(precise))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,7 +17,9 @@ Check = Callable[[Any], bool]
 
 
 def _real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def _between(low: float, high: float, *, closed: bool = False) -> Check:
@@ -24,7 +27,7 @@ def _between(low: float, high: float, *, closed: bool = False) -> Check:
 
 
 def _whole(low: int) -> Check:
-    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low
+    return lambda v: _real(v) and isinstance(v, numbers.Integral) and int(v) >= low
 
 
 def _one_of(*choices: Any) -> Check:
@@ -37,7 +40,7 @@ def _pair(check: Check) -> Check:
 
 def _rate(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1 and value.is_floating_point()
+        return value.numel() == 1 and value.is_floating_point() and (value.device.type != "cpu" or bool(value >= 0))
     return _real(value) and value >= 0
 
 
@@ -46,7 +49,7 @@ def _dtype(value: Any) -> bool:
 
 
 CHECKS: dict[str, tuple[Check, str]] = {
-    "lr": (_rate, "a number in [0, ∞) or a tensor of one element"),
+    "lr": (_rate, "a number in [0, ∞) or a floating-point tensor of one"),
     "rate": (_between(0, math.inf), "a multiplier in [0, ∞)"),
     "beta": (_between(0, 1, closed=True), "in [0, 1]"),
     "betas": (_pair(_between(0, 1)), "two numbers in [0, 1)"),
@@ -77,7 +80,7 @@ FOREIGN = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "s
 
 def unknown(key: str, known: Iterable[str], owner: str) -> str:
     """The words for an option that is not there: the nearest one, or all."""
-    known = sorted(known)
+    known = sorted(set(known) - {"params"})
     near = difflib.get_close_matches(key, known, n=1)
     return f"{owner} has no option {key!r}; " + (
         f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
@@ -103,6 +106,13 @@ def validate_together(options: Mapping[str, Any], owner: str) -> None:
         raise ValueError(
             f"{owner}: projection is {options['projection']!r} and needs a radius in (0, ∞), but it is None"
         )
+
+
+def plain_number(value: Any) -> Any:
+    """numpy's numbers as Python's."""
+    if type(value) in (bool, int, float) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def to_plain(key: str, value: Any) -> Any:

@@ -33,10 +33,7 @@ class ScheduledMatrices(AnytimeOptimizer):
         self, params: Params, rule: str, options: dict[str, Any], more: Mapping[str, Any], table: Mapping[str, Any]
     ) -> None:
         further, adam, handling = keywords.take(more, type(self), table, _ADAM, keywords.HANDLING)
-        rest = {key.removeprefix("adam_"): value for key, value in adam.items()}
-        for key in ("lr", "weight_decay"):
-            rest[key] = options[key] if rest[key] is None else rest[key]
-        rest |= {"rate": 1.0, "warmup_steps": options["warmup_steps"], "momentum_dtype": None}
+        rest = keywords.the_rest(adam, options) | {"momentum_dtype": None}
         matrix = Ruled(rule, {"rate": 1.0, **options, **further})
         super().__init__(params, matrix=matrix, rest=Ruled("adamw", rest), **handling)
 

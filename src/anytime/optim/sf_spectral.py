@@ -26,12 +26,9 @@ class ScheduleFreeSpectral(AnytimeOptimizer):
         matrix = {"rate": 1.0, **options, **average, **spectral}
         validate(matrix, matrix, type(self).__name__)
         beta = options["betas"][0] if "betas" in options else options["beta"]
-        rest = {key.removeprefix("adam_"): value for key, value in adam.items()}
-        for key in ("lr", "weight_decay"):
-            rest[key] = options[key] if rest[key] is None else rest[key]
+        rest = keywords.the_rest(adam, options) | average
         if rest["betas"] is None:
             rest["betas"] = (beta if average["beta_growth"] else 0.95, 0.99)
-        rest |= {"rate": 1.0, "warmup_steps": options["warmup_steps"], **average}
         super().__init__(params, matrix=Ruled(rule, matrix), rest=Ruled("sf-adamw", rest), **handling)
 
 
@@ -46,7 +43,7 @@ class SFNorMuon(ScheduleFreeSpectral):
 
     Args:
         params: a module, parameters, named parameters, or groups of them.
-        lr, warmup_steps: η_t = lr · min(1, t / warmup_steps).
+        lr, warmup_steps: η_t = lr · min(1, t / warmup_steps); lr from the start at 0.
         betas: β of the interpolation, 0 included, and β2 of the row statistics.
         momentum: μ.
         weight_decay, decay_at: λ, and where it acts: "z", "y" or None.
@@ -55,8 +52,8 @@ class SFNorMuon(ScheduleFreeSpectral):
         polar_dtype: the precision of the polar factor; None is bfloat16 on CUDA, the parameter's own elsewhere.
         averaging_power, averaging_warmup: r, and for how many steps X stays at Z.
         beta_growth=0, beta_growth_start=200: β_t = 1 − ((T0 − 1)/(t − 1))^growth (1 − β) after step T0; 0 keeps β.
-        momentum_dtype=None: a narrower M.
-        update_rms=0.2: the 0.2 above.
+        momentum_dtype=None: a narrower M. nesterov=False: the polar factor of (1 − μ) G + μ M instead of M.
+        scaling="rms", update_rms=0.2: the 0.2 √(mn) / ‖P̂‖_F above; for others see Muon.
         adam_lr, adam_weight_decay, adam_betas, adam_eps, adam_decay_at="y": of the SF-AdamW part; by default lr and
             weight_decay as above, betas (0.95, 0.99), or (β, 0.99) if β grows.
         adam_bias_correction="rate": η_t times √(1 − β2^t), as the paper does; "moment" divides v instead, None neither.
