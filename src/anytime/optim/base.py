@@ -269,9 +269,10 @@ class AnytimeOptimizer(Resumable):
             torch._foreach_copy_([state["weight_sum"] for state in states], list(clock.weight_sum.unbind()))
             torch._foreach_copy_([state["beta"] for state in states], list(clock.beta_next.unbind()))
         else:
+            rates = eta * ok
             for i, (p, state, u) in enumerate(zip(params, states, U, strict=True)):
                 y = self._y(p, state)
-                write_(p, y.add_(fast_step(y, y, u, (eta * ok)[i], layouts[i], group)), state)
+                write_(p, y.add_(fast_step(y, y, u, rates[i], layouts[i], group)), state)
         torch._foreach_copy_([state["step"] for state in states], list((t - 1 + ok).unbind()))
 
     @property
