@@ -6,8 +6,8 @@ from .optim.migrate import start_from
 from .optim.scheduled import AdamW, Lion, Muon, NorMuon, Shampoo, SignSGD, SpectralDescent
 from .optim.sf_elementwise import SFSGD, SFAdamW, SFLion
 from .optim.sf_spectral import SFMuon, SFNorMuon, SFSpectralSGD
+from .version import __version__
 
-__version__ = "0.1.0"
 __all__ = [
     "SFSGD",
     "AdamW",
@@ -24,6 +24,7 @@ __all__ = [
     "Shampoo",
     "SignSGD",
     "SpectralDescent",
+    "__version__",
     "recalibrate_batch_norm",
     "start_from",
 ]

@@ -1,0 +1,129 @@
+"""From settings to the optimizer, and to the rate of every step."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..optim import scheduled, sf_elementwise, sf_spectral
+from ..optim.base import AnytimeOptimizer
+from ..optim.options import CHECKS
+from .config import Config, OptimizerConfig, Until
+from .errors import UserError
+
+OPTIMIZERS: dict[str, type[AnytimeOptimizer]] = {
+    kind.__name__: kind
+    for kind in (
+        sf_spectral.SFNorMuon, sf_spectral.SFMuon, sf_spectral.SFSpectralSGD,
+        sf_elementwise.SFAdamW, sf_elementwise.SFSGD, sf_elementwise.SFLion,
+        scheduled.NorMuon, scheduled.Muon, scheduled.SpectralDescent, scheduled.Shampoo,
+        scheduled.AdamW, scheduled.SignSGD, scheduled.Lion,
+    )
+}  # fmt: skip
+
+#: Settings that are the trainer's, not options of the class.
+OURS = ("name", "schedule", "horizon", "decay_part", "clip")
+
+
+def optimizer_class(name: str) -> type[AnytimeOptimizer]:
+    """By name, in any case and with or without hyphens."""
+    known = {key.lower(): key for key in OPTIMIZERS}
+    said = name.lower().replace("-", "").replace("_", "")
+    if said not in known:
+        near = difflib.get_close_matches(said, known, 1, 0.4)
+        hint = f"; did you mean {known[near[0]]!r}?" if near else ""
+        raise UserError(f"optimizer.name is {name!r}{hint}; there are {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[known[said]]
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AnytimeOptimizer:
+    kind = optimizer_class(config.name)
+    options: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if f.name in OURS or value is None:
+            continue
+        if f.name.endswith("_dtype"):
+            value = getattr(torch, value)
+        options[f.name] = None if value == "none" else value
+    try:
+        return kind(model, **options)
+    except (TypeError, ValueError) as wrong:
+        raise UserError(f"optimizer: {wrong}") from None
+
+
+def with_horizon(config: Config) -> Config:
+    """The settings with the schedule's last step in them, for it must not move when the run is extended."""
+    o = config.optimizer
+    if o.schedule == "constant":
+        if o.horizon is not None:
+            raise UserError("optimizer.horizon is given but optimizer.schedule is 'constant', which has no end")
+        return config
+    if o.horizon is None:
+        until = Until.parse(config.until)
+        if until.kind == "steps":
+            horizon = int(until.value)
+        elif until.kind == "tokens":
+            horizon = math.ceil(until.value / (config.batch_size * config.model.context))
+        else:
+            raise UserError(
+                f"the schedule {o.schedule!r} needs its last step: say --until '600 steps' or --optimizer.horizon 600"
+            )
+        o = dataclasses.replace(o, horizon=horizon)
+    assert o.horizon is not None
+    if o.horizon <= (o.warmup_steps or 0):
+        raise UserError(f"optimizer.horizon is {o.horizon}, must be above warmup_steps, which is {o.warmup_steps or 0}")
+    if not 0 < o.decay_part <= 1:
+        raise UserError(f"optimizer.decay_part is {o.decay_part}, must be in (0, 1]")
+    return dataclasses.replace(config, optimizer=o)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The factor of the rate at each step beyond the optimizer's own warmup; a pure function of the step."""
+
+    config: Config
+
+    def factor(self, done: int) -> float:
+        """Of the step after `done` others."""
+        o, cooldown = self.config.optimizer, self.config.cooldown
+        factor = 1.0
+        if o.horizon is not None:
+            start = o.warmup_steps or 0
+            if o.schedule == "wsd":
+                start = max(start, round(o.horizon * (1 - o.decay_part)))
+            part = min(1.0, max(0.0, (done - start) / (o.horizon - start)))
+            factor = {"cosine": 0.5 + 0.5 * math.cos(math.pi * part), "linear": 1 - part, "wsd": 1 - math.sqrt(part)}[
+                o.schedule
+            ]
+        if cooldown.steps:
+            factor *= min(1.0, max(0.0, 1 - (done - cooldown.start) / cooldown.steps))
+        return factor
+
+    @property
+    def last_step(self) -> int | None:
+        """The step after which the rate is zero for good."""
+        ends = [self.config.optimizer.horizon] if self.config.optimizer.horizon is not None else []
+        if self.config.cooldown.steps:
+            ends.append(self.config.cooldown.start + self.config.cooldown.steps)
+        return min(ends, default=None)
+
+
+class Options:
+    """The options of an optimizer's groups as the settings say, whatever a loaded state brought along."""
+
+    def __init__(self, optimizer: AnytimeOptimizer) -> None:
+        self.optimizer = optimizer
+        self.stated = [{k: v for k, v in group.items() if k in CHECKS} for group in optimizer.param_groups]
+
+    def apply(self, factor: float) -> float:
+        """Restores them with the rate times `factor`; the first group's rate."""
+        for group, stated in zip(self.optimizer.param_groups, self.stated, strict=True):
+            group.update(stated, lr=stated["lr"] * factor)
+        return float(self.optimizer.param_groups[0]["lr"])

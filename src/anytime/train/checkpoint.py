@@ -1,0 +1,237 @@
+"""Checkpoints: folders that are there whole or not at all, checked by their sums, written while training goes on.
+
+A checkpoint is a finished model (model.safetensors holds X, config.json its shape, and the tokenizer) with what it
+takes to go on beside it: resume.safetensors (Y and the optimizer's tensors) and state.json (everything else).
+checksums.json is written last, into a folder with a temporary name that is then renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .errors import UserError
+from .shards import write_atomically
+from .tokenizer import Tokenizer
+
+SUMS = "checksums.json"
+LATEST = "latest"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A moment of a run, its tensors copied off the live ones."""
+
+    step: int
+    tensors: Mapping[str, Mapping[str, Tensor]]  # file name to its tensors, on the CPU
+    texts: Mapping[str, str]  # file name to its content
+    tokenizer: Tokenizer | None
+    copied: torch.cuda.Event | None = None  # the tensors are whole once this has happened
+
+
+def copy_off(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU; from CUDA through pinned memory, in the order of the stream, without waiting."""
+    copies = {}
+    for name, tensor in tensors.items():
+        if tensor.is_cuda:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies[name] = host.copy_(tensor.detach(), non_blocking=True)
+        else:
+            copies[name] = tensor.detach().contiguous().clone()
+    return copies
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes names in a folder last; not every system can."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def digest(path: Path) -> str:
+    total = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            total.update(block)
+    return total.hexdigest()
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, in words; None if every file is what was written."""
+    try:
+        sums = json.loads((folder / SUMS).read_text(encoding="utf-8"))
+        for name, stated in sums["files"].items():
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+            if digest(folder / name) != stated:
+                return f"{name} is not what was written"
+    except FileNotFoundError:
+        return f"{SUMS} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as wrong:
+        return f"it cannot be read ({wrong})"
+    return None
+
+
+def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
+    """Writes folder/step-…; whatever happens before the last line leaves no trace of that name."""
+    if snapshot.copied is not None:
+        snapshot.copied.synchronize()
+    final = folder / name_of(snapshot.step)
+    beside = folder / f".{final.name}.new"
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        for name, tensors in snapshot.tensors.items():
+            save_file(dict(tensors), beside / name)
+        for name, text in snapshot.texts.items():
+            (beside / name).write_text(text, encoding="utf-8")
+        if snapshot.tokenizer is not None:
+            snapshot.tokenizer.save(beside)
+        sums = {"format": FORMAT, "files": {path.name: digest(path) for path in sorted(beside.iterdir())}}
+        (beside / SUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+        for path in beside.iterdir():
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        sync_folder(beside)
+        if final.exists():  # a damaged one of the same step
+            remove(final)
+        os.rename(beside, final)
+        sync_folder(folder)
+        write_atomically(folder / LATEST, (final.name + "\n").encode())
+    except (OSError, SafetensorError) as wrong:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise UserError(f"the checkpoint of step {snapshot.step} could not be written to {folder}: {wrong}") from wrong
+    return final
+
+
+def remove(folder: Path) -> None:
+    """Its name goes first, so that no half of it is ever taken for a checkpoint."""
+    aside = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def kept(folder: Path) -> list[Path]:
+    """The checkpoints there, the newest first; not checked."""
+    found = [path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what an interrupted write or removal left."""
+    for path in (*folder.glob(".step-*.new"), *folder.glob(".step-*.old")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def newest_whole(folder: Path, warn: Callable[[str], None], *, at: int | None = None) -> Path | None:
+    """The newest checkpoint that is whole (or the one of a given step); each that is damaged gets a word."""
+    for path in kept(folder):
+        if at is not None and step_of(path) != at:
+            continue
+        wrong = damage(path)
+        if wrong is None:
+            return path
+        warn(f"the checkpoint {path} is damaged: {wrong}; the one before it is used")
+    return None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if state["format"] > FORMAT:
+        raise UserError(f"{folder} has format {state['format']}, this version reads up to {FORMAT}: upgrade anytime")
+    return state
+
+
+def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    try:
+        return load_file(path, device=str(device))
+    except (OSError, SafetensorError) as wrong:
+        raise UserError(f"cannot read {path}: {wrong}") from None
+
+
+@dataclass
+class Writer:
+    """Writes one snapshot at a time in a thread of its own, and then removes what need not be kept."""
+
+    folder: Path
+    keep_last: int
+    milestone: Callable[[int], bool]
+    _thread: threading.Thread | None = None
+    _failed: UserError | None = field(default=None)
+
+    def save(self, snapshot: Snapshot) -> UserError | None:
+        """Returns at once unless the last one is still being written; an error is of the one before."""
+        failed = self.wait()
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint", daemon=True)
+        self._thread.start()
+        return failed
+
+    def wait(self) -> UserError | None:
+        """Until everything handed over is on disk; what went wrong, if anything."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failed, self._failed = self._failed, None
+        return failed
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            write_checkpoint(self.folder, snapshot)
+            prune(self.folder, self.keep_last, self.milestone)
+        except UserError as wrong:
+            self._failed = wrong
+        except OSError as wrong:
+            self._failed = UserError(f"old checkpoints in {self.folder} could not be removed: {wrong}")
+
+
+def prune(folder: Path, keep_last: int, milestone: Callable[[int], bool]) -> None:
+    for path in kept(folder)[keep_last:]:
+        if not milestone(step_of(path)):
+            remove(path)
+
+
+def flatten(states: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The optimizer's tensors under one name each."""
+    return {f"optimizer/{index}/{key}": value for index, state in states.items() for key, value in state.items()}
+
+
+def unflatten(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    states: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith("optimizer/"):
+            _, index, key = name.split("/", 2)
+            states.setdefault(int(index), {})[key] = value
+    return states
+
+
+def weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix("weights/"): t for n, t in tensors.items() if n.startswith("weights/")}
+
+
+def as_weights(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"weights/{name}": tensor for name, tensor in tensors}

@@ -1,0 +1,362 @@
+"""The settings of a run: frozen dataclasses, named presets, and TOML.
+
+A value comes from the command line, else from the TOML file, else from the preset, else from the defaults here. What
+a run is (its model, data, seed and optimizer) stays as it began; the rest may change whenever it is resumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from .errors import UserError
+from .model import ModelConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Tokens to learn from and to be judged by."""
+
+    # A folder made by `anytime data`, other token files, or "python": the source of Python's own library.
+    path: str = "python"
+    # Where validation tokens are; empty: the validation part of the same data.
+    validation: str = ""
+    # "bytes", "gpt2", "gpt2:RANKS", a tokenizer.json, or a folder; empty: the one that came with the data.
+    tokenizer: str = ""
+    # Attention stays within documents.
+    documents: bool = False
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer of this library by its class's name, and its options; None leaves the class's default."""
+
+    name: str = "SFNorMuon"
+    lr: float | None = None
+    warmup_steps: int | None = None
+    weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    beta: float | None = None
+    beta2: float | None = None
+    momentum: float | None = None
+    eps: float | None = None
+    decay_at: Literal["z", "y", "none"] | None = None
+    row_norm: bool | None = None
+    nesterov: bool | None = None
+    polar: str | None = None
+    polar_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    momentum_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    scaling: str | None = None
+    update_rms: float | None = None
+    projection: str | None = None
+    radius: float | None = None
+    bias_correction: Literal["rate", "moment", "none"] | None = None
+    averaging_power: float | None = None
+    averaging_warmup: int | None = None
+    beta_growth: float | None = None
+    beta_growth_start: int | None = None
+    adam_lr: float | None = None
+    adam_weight_decay: float | None = None
+    adam_betas: tuple[float, float] | None = None
+    adam_eps: float | None = None
+    adam_decay_at: Literal["z", "y", "none"] | None = None
+    adam_bias_correction: Literal["rate", "moment", "none"] | None = None
+    # How the rate goes after its warmup; all but "constant" end at `horizon` steps.
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    horizon: int | None = None
+    # Part of the horizon over which "wsd" falls to zero, as 1 − √.
+    decay_part: float = 0.2
+    # The largest norm of the whole gradient; None does not clip.
+    clip: float | None = None
+
+
+@dataclass(frozen=True)
+class Cooldown:
+    """A linear fall of the rate to zero, set by `anytime branch`."""
+
+    start: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    cooldown: Cooldown = field(default_factory=Cooldown)
+    seed: int = 0
+    # The preset that the settings began from.
+    preset: str = ""
+
+    # The run's folder.
+    run: str = "runs/run"
+    # When to stop: "600 steps", "1e9 tokens", "2 h", "loss 3.2"; empty: when you say so.
+    until: str = ""
+    # Sequences a step, in all.
+    batch_size: int = 512
+    # Sequences at once on a device; 0: all of the batch.
+    micro_batch: int = 0
+    # Evaluations of X for each doubling of the steps; 0 leaves them out.
+    eval_per_doubling: int = 4
+    # Further evaluations: every so many steps, and at chosen ones.
+    eval_every: int = 0
+    eval_at: tuple[int, ...] = ()
+    # Validation tokens of an evaluation.
+    eval_tokens: int = 1 << 20
+    # Steps from one checkpoint to the next; 0: only where the run stops.
+    checkpoint_every: int = 1000
+    # Checkpoints kept besides milestones, at least 1.
+    keep_last: int = 2
+    # Milestones are kept for good: every so many steps, and chosen ones. They must be checkpoints to be kept.
+    keep_every: int = 0
+    keep_at: tuple[int, ...] = ()
+    # Steps between rows of speed, and between looks at the average.
+    log_every: int = 10
+    diagnose_every: int = 100
+    # Further places to send metrics: "tensorboard", "trackio", "wandb".
+    log_to: tuple[str, ...] = ()
+    # A text sampled at each checkpoint begins so; empty samples nothing.
+    prompt: str = ""
+    # What to do at a loss that is inf or NaN; "skip" leaves such steps out and goes on.
+    on_nan: Literal["stop", "skip"] = "stop"
+    device: str = ""  # empty: CUDA where there is, else the CPU
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations; auto: bfloat16 on CUDA
+    compile: Literal["auto", "yes", "no"] = "auto"  # auto: on CUDA
+    # Compute activations again in the backward pass: less memory, a third more work.
+    recompute: bool = False
+    # CPU threads; 0 leaves torch's choice. Runs are equal to the bit only at an equal number.
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("batch_size", 1), ("micro_batch", 0), ("eval_per_doubling", 0), ("eval_every", 0), ("eval_tokens", 1),
+            ("checkpoint_every", 0), ("keep_last", 1), ("keep_every", 0), ("log_every", 1), ("diagnose_every", 0),
+            ("threads", 0),
+        ):  # fmt: skip
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}, must be at least {least}")
+        if self.micro_batch and self.batch_size % self.micro_batch:
+            raise UserError(f"micro_batch is {self.micro_batch}, must divide batch_size, which is {self.batch_size}")
+        Until.parse(self.until)
+
+    @property
+    def sequences_at_once(self) -> int:
+        return self.micro_batch or self.batch_size
+
+
+#: What a run is. Everything else may change when it is resumed.
+FIXED = ("model", "data.documents", "optimizer", "cooldown", "seed", "preset")
+
+
+@dataclass(frozen=True)
+class Until:
+    """When a run ends; kind None: never by itself."""
+
+    kind: Literal["steps", "tokens", "seconds", "loss"] | None = None
+    value: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Until:
+        said = text.strip().lower()
+        if not said:
+            return cls()
+        number = r"([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?[0-9]+)?)"
+        found = re.fullmatch(rf"{number}\s*(steps?|tokens?|[kmb]\s*tokens?|h|hours?|min|minutes?|s|seconds?)", said)
+        loss = re.fullmatch(rf"loss\s*(?:<=?|=)?\s*{number}", said)
+        if found is None and loss is None:
+            raise UserError(f"until is {text!r}: say '600 steps', '1e9 tokens', '2 h', 'loss 3.2', or nothing")
+        if loss is not None:
+            return cls("loss", float(loss[1]))
+        assert found is not None
+        value, unit = float(found[1].replace("_", "").replace(",", "")), found[2]
+        if unit.startswith("step"):
+            if value != int(value):
+                raise UserError(f"until is {text!r}: the number of steps must be whole")
+            return cls("steps", value)
+        if unit.endswith(("token", "tokens")):
+            return cls("tokens", value * {"k": 1e3, "m": 1e6, "b": 1e9}.get(unit[0], 1.0))
+        return cls("seconds", value * {"h": 3600, "m": 60, "s": 1}[unit[0]])
+
+    def fraction(self, step: int, tokens: int, seconds: float) -> float | None:
+        """How much of the way is done, where that can be told."""
+        if self.kind is None or self.kind == "loss":
+            return None
+        return min(1.0, {"steps": step, "tokens": tokens, "seconds": seconds}[self.kind] / max(self.value, 1e-9))
+
+
+# ------------------------------------------------------------------ presets
+
+_GROWING: dict[str, Any] = {
+    "betas": [0.4, 0.95],
+    "beta_growth": 0.4,
+    "averaging_power": 3.0,
+}
+
+
+def _small(layers: int, width: int, head: int, *, batch: int, warmup: int, **more: Any) -> dict[str, Any]:
+    """A preset below the paper's sizes: its own tokenizer of 4,096, β growing from the end of the warmup."""
+    optimizer = {**_GROWING, "lr": 0.008, "warmup_steps": warmup, "averaging_warmup": warmup, "beta_growth_start": 200}
+    model = {"layers": layers, "width": width, "head": head, "vocabulary": 4096}
+    return {"model": model, "optimizer": optimizer, "batch_size": batch, "data": {"path": "data"}, **more}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "demo": {
+        "model": {"layers": 2, "width": 96, "head": 32, "vocabulary": 256, "context": 128, "rope_base": 1000.0},
+        "data": {"path": "python"},
+        "optimizer": {
+            **_GROWING,
+            "lr": 0.02,
+            "warmup_steps": 40,
+            "beta_growth_start": 40,
+        },
+        "run": "runs/demo",
+        "until": "3000 steps",
+        "batch_size": 4,
+        "eval_tokens": 16384,
+        "checkpoint_every": 500,
+        "keep_every": 500,
+        "prompt": "def ",
+        "threads": 1,
+    },
+    "0.5M": _small(5, 64, 32, batch=16, warmup=150),
+    "2M": _small(4, 160, 32, batch=32, warmup=150),
+    "6M": _small(6, 256, 128, batch=32, warmup=150),
+    "12M": _small(6, 384, 128, batch=64, warmup=150, micro_batch=32),
+    "30M": _small(9, 512, 128, batch=128, warmup=300, micro_batch=32),
+    "125M": {
+        "model": {"layers": 12, "width": 768, "head": 128, "vocabulary": 50304},
+        "data": {"path": "data"},
+        "micro_batch": 64,
+        "eval_every": 250,
+    },
+    "772M": {
+        "model": {"layers": 36, "width": 1280, "head": 128, "vocabulary": 50304},
+        "data": {"path": "data"},
+        "micro_batch": 32,
+        "eval_every": 250,
+    },
+}
+
+
+def preset(name: str) -> dict[str, Any]:
+    if name not in PRESETS:
+        raise UserError(f"there is no preset {name!r}{_nearest(name, PRESETS)}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+# ------------------------------------------------- plain values, TOML, merging
+
+
+def _nearest(name: str, among: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(among), 1, 0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _fits(value: Any, kind: Any) -> Any:
+    """The value as the annotated type, or TypeError."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        (kind,) = [a for a in arguments if a is not type(None)]
+        return _fits(value, kind)
+    if origin is Literal:
+        if value not in arguments:
+            raise TypeError(f"one of {', '.join(map(repr, arguments))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise TypeError("a list")
+        if arguments[-1] is not Ellipsis and len(value) != len(arguments):
+            raise TypeError(f"a list of {len(arguments)}")
+        return tuple(_fits(v, arguments[0]) for v in value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError({float: "a number", int: "a whole number", str: "a text", bool: "true or false"}[kind])
+    return value
+
+
+def merged(base: T, values: Mapping[str, Any], *, path: str = "", source: str = "the settings") -> T:
+    """`base`, a dataclass, with values in place of some of its fields; an unknown key or a wrong type is an error."""
+    kinds = typing.get_type_hints(type(base))
+    changes: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in kinds:
+            raise UserError(f"{source}: there is no setting {path + key!r}{_nearest(key, kinds)}")
+        old = getattr(base, key)
+        if dataclasses.is_dataclass(old):
+            if not isinstance(value, Mapping):
+                raise UserError(f"{source}: {path + key} is {value!r}, must be a table of settings")
+            changes[key] = merged(old, value, path=f"{path}{key}.", source=source)
+            continue
+        try:
+            changes[key] = _fits(value, kinds[key])
+        except TypeError as wrong:
+            raise UserError(f"{source}: {path + key} is {value!r}, must be {wrong}") from None
+    return dataclasses.replace(base, **changes)  # type: ignore[type-var]
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """Nested dicts of plain values, without what is None."""
+    found: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            found[f.name] = plain(value)
+        elif value is not None:
+            found[f.name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """{"model": {"width": 64}} as {"model.width": 64}."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {path + key: value}
+    return found
+
+
+def to_toml(config: Any) -> str:
+    """Tables of numbers, truths, texts and lists of them; JSON writes those as TOML does."""
+    values = plain(config)
+    top = {k: v for k, v in values.items() if not isinstance(v, dict)}
+    tables = [("", top), *((f"\n[{k}]\n", v) for k, v in values.items() if isinstance(v, dict))]
+    return "".join(head + "".join(f"{k} = {json.dumps(v)}\n" for k, v in table.items()) for head, table in tables)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}") from None
+    except (OSError, UnicodeDecodeError) as wrong:
+        raise UserError(f"cannot read {path}: {wrong}") from None
+    except tomllib.TOMLDecodeError as wrong:
+        raise UserError(f"{path} is not TOML: {wrong}") from None
+
+
+def changed(old: Config, new: Config) -> list[str]:
+    """Settings that make another run of it, as 'model.width: 64 was 32'."""
+    before, after = flat(plain(old)), flat(plain(new))
+    fixed = [k for k in {**before, **after} if k.startswith(FIXED)]
+    keys = [k for k in fixed if before.get(k) != after.get(k)]
+    return [f"{k}: {after.get(k, 'default')} was {before.get(k, 'default')}" for k in keys]

@@ -1,0 +1,7 @@
+"""The one error for what a user can mend."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Something a user can mend: the message is one line, says what is wrong, and what to do."""

@@ -1,0 +1,454 @@
+"""The training loop: it needs no end, and may be stopped, resumed and extended at any step.
+
+Everything a step depends on is in the checkpoint or is a pure function of its number: an extended run is bit for bit
+the run that never stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from ..diagnostics import Probe
+from . import checkpoint
+from .batches import Batches, Prefetcher
+from .build import Options, Rates, build_optimizer, with_horizon
+from .checkpoint import Snapshot, Writer
+from .config import Config, Until, plain
+from .data import Data, open_data
+from .errors import UserError
+from .evaluate import Evaluation, autocast, evaluate
+from .model import GPT, ModelConfig
+from .runs import Row, Run, origin
+
+Listener = Callable[[Row], None]
+Warn = Callable[[str], None]
+
+#: Dense bf16 operations a second, by a part of the device's name; for the share of it that is used.
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "4090": 165e12}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where a run stands."""
+
+    step: int
+    tokens: int
+    seconds: float
+    reason: str
+    evaluation: Evaluation | None
+
+
+class Stop:
+    """Ctrl-C and SIGTERM ask for a stop after the step at hand; a second Ctrl-C is not waited for."""
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = signal.Signals(number).name
+
+    @contextmanager
+    def listening(self) -> Iterator[Stop]:
+        if threading.current_thread() is not threading.main_thread():  # only there can signals be had
+            yield self
+            return
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def train(config: Config, *, listeners: Sequence[Listener] = (), warn: Warn | None = None) -> Result:
+    """Trains the run in config.run, from where it stands, until config.until; see Config for all settings.
+
+    `listeners` get every row of metrics as it is written, `warn` what a person should know.
+    """
+    config = with_horizon(config)
+    with Run(config) as run:
+        loop = Loop(run, listeners, warn or (lambda text: None))
+        try:
+            return loop.go()
+        except KeyboardInterrupt:
+            raise  # at once: what is being written is thrown away
+        except BaseException:
+            loop.writer.wait()
+            raise
+        except torch.OutOfMemoryError as wrong:
+            now = config.sequences_at_once
+            hint = f"try --micro-batch {max(1, now // 2)}" if now > 1 else "try --recompute, or a smaller model"
+            raise UserError(
+                f"the GPU is out of memory with {now} sequences of {config.model.context} at once: {hint}; "
+                f"nothing is lost, the last checkpoint is of step {loop.saved}"
+            ) from wrong
+
+
+def choose_device(name: str) -> torch.device:
+    if not name:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as wrong:
+        raise UserError(f"device is {name!r}, which is not here: {str(wrong).splitlines()[0]}") from None
+    return device
+
+
+class Loop:
+    """One process's part of a run, set up and restored when it is made."""
+
+    def __init__(self, run: Run, listeners: Sequence[Listener], warn: Warn) -> None:
+        self.run, self.listeners, self.warn = run, listeners, warn
+        self.config = config = run.config
+        self.until = Until.parse(config.until)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.device = choose_device(config.device)
+        self.data = open_data(config.data, run.data)
+        check_vocabulary(self.data, config.model)
+        if self.data.validation is None and (config.eval_per_doubling or config.eval_every or config.eval_at):
+            raise UserError(
+                f"{config.data.path} has no validation tokens: give some by --data.validation, or turn evaluation off "
+                "by --eval-per-doubling 0"
+            )
+        if self.until.kind == "loss" and self.data.validation is None:
+            raise UserError("until a loss needs validation tokens: give some by --data.validation")
+        separator = None
+        if config.data.documents:
+            separator = self.data.tokenizer.end if self.data.tokenizer is not None else None
+            if separator is None:
+                raise UserError("data.documents needs a tokenizer with an end-of-text id: give it by --data.tokenizer")
+        self.model = GPT(config.model, separator=separator, recompute=config.recompute).to(self.device)
+        self.model.initialize(config.seed)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.options = Options(self.optimizer)
+        self.rates = Rates(config)
+        compiled = config.compile == "yes" or (config.compile == "auto" and self.device.type == "cuda")
+        self.loss_of: Callable[[Tensor, Tensor], Tensor] = (
+            torch.compile(self.model, dynamic=False) if compiled else self.model
+        )
+        self.writer = Writer(run.checkpoints, config.keep_last, run.milestone)
+
+        self.step = self.tokens = self.position = 0
+        self.seconds = 0.0
+        self.saved: int | None = None
+        self.evaluation: Evaluation | None = None
+        self.evaluated = -1  # the step of the last evaluation
+        self._restore()
+        last = self.rates.last_step
+        if last is not None and self.until.kind == "steps" and self.until.value > last:
+            raise UserError(
+                f"the rate is zero from step {last} on: a schedule cannot be extended to {config.until}; "
+                "branch from an earlier step, or start a run with a later --optimizer.horizon"
+            )
+        self._pending: list[tuple[int, int, float, Tensor, Tensor | None]] = []
+        self._clock = time.perf_counter()
+        self._waited = 0.0
+        self._mark = (self.tokens, self.seconds)
+
+    # ------------------------------------------------------------ save, restore
+
+    def _restore(self) -> None:
+        found = checkpoint.newest_whole(self.run.checkpoints, self.warn)
+        there = checkpoint.kept(self.run.checkpoints)
+        if found is None:
+            if there:
+                raise UserError(
+                    f"no checkpoint in {self.run.checkpoints} is whole: restore one from a backup, or remove the "
+                    "folder to start over"
+                )
+            self.run.metrics.cut(None)
+            self.run.samples.cut(None)
+            return
+        for path in there:
+            if checkpoint.step_of(path) > checkpoint.step_of(found):
+                checkpoint.remove(path)  # damaged, and in the way of the one that will be written there
+        state = checkpoint.read_state(found)
+        tensors = checkpoint.read_tensors(found / "resume.safetensors")
+        self.model.load_state_dict(checkpoint.weights(tensors))
+        self.optimizer.load_state_dict({"state": checkpoint.unflatten(tensors), "param_groups": state["groups"]})
+        if state["data"] not in (None, self.data.train.fingerprint()):
+            raise UserError(
+                f"the tokens in {self.config.data.path} are not those that the run {self.run.folder} began with: give "
+                "the old ones by --data.path, or go on with new ones by `anytime branch`"
+            )
+        self.step, self.tokens, self.position = state["step"], state["tokens"], state["position"]
+        self.seconds = state["seconds"]
+        self.saved = self.step
+        if state["evaluation"] is not None:
+            self.evaluation = Evaluation(**state["evaluation"])
+            self.evaluated = state["evaluated"]
+        self.run.metrics.cut(self.step)
+        self.run.samples.cut(self.step)
+
+    def _snapshot(self) -> Snapshot:
+        packed = self.optimizer.state_dict()
+        resume = checkpoint.as_weights(self.model.state_dict().items()) | checkpoint.flatten(packed["state"])
+        state = {
+            "format": checkpoint.FORMAT,
+            "step": self.step,
+            "tokens": self.tokens,
+            "position": self.position,
+            "data": self.data.train.fingerprint(),
+            "seconds": self.seconds,
+            "evaluation": None if self.evaluation is None else dataclasses.asdict(self.evaluation),
+            "evaluated": self.evaluated,
+            "groups": packed["param_groups"],
+            **origin(),
+            "config": plain(self.config),
+        }
+        model = checkpoint.copy_off(self.optimizer.averaged_state_dict(self.model))
+        tensors = {"model.safetensors": model, "resume.safetensors": checkpoint.copy_off(resume)}
+        copied = None
+        if self.device.type == "cuda":
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        texts = {
+            "state.json": json.dumps(state, indent=1),
+            "config.json": model_card(self.config.model, self.step, self.tokens),
+        }
+        return Snapshot(self.step, tensors, texts, self.data.tokenizer, copied)
+
+    def _save(self) -> None:
+        """Hands a checkpoint of this step to the writer, with all that the metrics say up to it on disk before."""
+        if self.saved == self.step:
+            return
+        self._flush()
+        began = time.perf_counter()
+        if self.config.prompt and self.data.tokenizer is not None:
+            self.run.samples.add({"step": self.step, **self._sample(self.config.prompt)})
+            self._disk(self.run.samples.flush(sync=True))
+        snapshot = self._snapshot()
+        self._disk(self.writer.save(snapshot))
+        self.saved = self.step
+        waited = time.perf_counter() - began
+        self._emit({"kind": "checkpoint", **self._now(), "save_seconds": round(waited, 4)})
+        self._disk(self.run.metrics.flush(sync=True))
+
+    def _sample(self, prompt: str, count: int = 200) -> Row:
+        tokenizer = self.data.tokenizer
+        assert tokenizer is not None
+        generator = torch.Generator(self.device).manual_seed(self.config.seed + self.step)
+        tokens = torch.tensor([tokenizer.encode(prompt)], device=self.device)
+        with self.optimizer.averaged(), autocast(self.device, self.config.precision):
+            drawn = self.model.generate(tokens, count, temperature=0.8, generator=generator)
+        return {"prompt": prompt, "text": tokenizer.decode(drawn[0, tokens.shape[1] :].tolist())}
+
+    def _disk(self, wrong: Exception | None) -> None:
+        """A disk that takes nothing more is no reason to lose the run: it goes on, and tries again next time."""
+        if wrong is not None:
+            kept = [checkpoint.step_of(path) for path in checkpoint.kept(self.run.checkpoints)]
+            last = f"the last one is of step {kept[0]}" if kept else "there is none yet"
+            self.warn(f"{wrong}; {last}; training goes on and the next checkpoint will be tried: make room")
+
+    # ------------------------------------------------------------------ metrics
+
+    def _now(self) -> Row:
+        return {"step": self.step, "tokens": self.tokens, "seconds": round(self._total_seconds(), 3)}
+
+    def _total_seconds(self) -> float:
+        now = time.perf_counter()
+        self.seconds += now - self._clock
+        self._clock = now
+        return self.seconds
+
+    def _emit(self, row: Row) -> None:
+        self.run.metrics.add(row)
+        for listener in self.listeners:
+            listener(row)
+
+    def _flush(self) -> None:
+        """Reads the losses of the last steps from the device, in one go, and writes them."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        columns = [torch.stack([p[3] for p in pending])]
+        if pending[0][4] is not None:
+            columns.append(torch.stack([p[4] for p in pending if p[4] is not None]))
+        read = torch.stack([c.float() for c in columns]).tolist()
+        for i, (step, tokens, rate, _, norm) in enumerate(pending):
+            row = {"kind": "step", "step": step, "tokens": tokens, "loss": read[0][i], "lr": rate}
+            if norm is not None:
+                row["grad_norm"] = read[1][i]
+            if not math.isfinite(read[0][i]) and self.config.on_nan == "stop":
+                self._disk(self.run.metrics.flush())
+                failed = self.writer.wait()
+                whole = [checkpoint.step_of(path) for path in checkpoint.kept(self.run.checkpoints)]
+                last = f"the last good checkpoint is of step {whole[0]}" if whole else "there is no checkpoint yet"
+                note = "" if failed is None else f"; {failed}"
+                raise UserError(
+                    f"the loss is {read[0][i]} at step {step}: stopped, {last}{note}; "
+                    "start over or branch with a lower --optimizer.lr or with --optimizer.clip 1, or leave such steps "
+                    "out by --on-nan skip"
+                )
+            self._emit(row)
+
+    def _speed(self) -> None:
+        """A row of how fast it went since the last one; the losses were just read, so the device is idle."""
+        seconds = self._total_seconds()
+        tokens, before = self._mark
+        elapsed = max(seconds - before, 1e-9)
+        row = {"kind": "speed", **self._now(), "tokens_per_second": round((self.tokens - tokens) / elapsed, 1)}
+        row["data_wait"] = round(self._waited / elapsed, 5)
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+            peak = next((peak for part, peak in PEAKS.items() if part in name), None)
+            if peak is not None:
+                row["mfu"] = round(row["tokens_per_second"] * self.config.model.flops_per_token / peak, 4)
+            row["memory"] = torch.cuda.max_memory_allocated(self.device)
+        self._emit(row)
+        self._disk(self.run.metrics.flush())
+        self._mark, self._waited = (self.tokens, seconds), 0.0
+
+    # ---------------------------------------------------------------- training
+
+    def go(self) -> Result:
+        """Trains until the end, a signal, or an error; what is there then is saved."""
+        started = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
+        model = self.config.model
+        about = {"device": device, "parameters": model.parameters, "flops_per_token": model.flops_per_token}
+        self._clock = time.perf_counter()
+        self._emit({"kind": "start", **self._now(), "time": started, **origin(), **about})
+        batches = Batches(self.data.train, model.context, self.config.seed, model.vocabulary)
+        size, at_once = self.config.batch_size, self.config.sequences_at_once
+        with Stop().listening() as stop, Prefetcher(batches, self.position, size, at_once, self.device) as source:
+            if self.step == 0 and self._evaluates_at_all():
+                self._evaluate()
+            reason = self._reached()
+            while reason is None:
+                self._train_step(source)
+                if self.step % self.config.log_every == 0:
+                    self._flush()
+                    self._speed()
+                if stop.asked is not None:
+                    reason = stop.asked
+                    break
+                if self._evaluation_due():
+                    self._evaluate()
+                reason = self._reached()
+                if reason is None and self._checkpoint_due():
+                    self._save()
+            if stop.asked is None and self._evaluates_at_all() and self.evaluated != self.step:
+                self._evaluate()
+            self._flush()
+            self._save()
+            failed = self.writer.wait()
+        self._emit({"kind": "stop", **self._now(), "reason": reason})
+        lines = self.run.metrics.flush(sync=True)
+        if failed is not None or lines is not None:
+            kept = [checkpoint.step_of(path) for path in checkpoint.kept(self.run.checkpoints)]
+            last = f"the last checkpoint is of step {kept[0]}" if kept else "there is no checkpoint yet"
+            raise UserError(f"{failed or lines}; {last}: make room and run the same command again")
+        return Result(self.step, self.tokens, self.seconds, reason, self.evaluation)
+
+    def _train_step(self, source: Iterator[tuple[Tensor, Tensor]]) -> None:
+        config, optimizer = self.config, self.optimizer
+        rate = self.options.apply(self.rates.factor(self.step))
+        parts = config.batch_size // config.sequences_at_once
+        loss = torch.zeros((), device=self.device)
+        for _ in range(parts):
+            began = time.perf_counter()
+            inputs, targets = next(source)
+            self._waited += time.perf_counter() - began
+            with autocast(self.device, config.precision):
+                part = self.loss_of(inputs, targets)
+            (part / parts).backward()  # type: ignore[no-untyped-call]
+            loss += part.detach() / parts
+        norm = None
+        if config.optimizer.clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optimizer.clip)
+        every = config.diagnose_every
+        probe = Probe(optimizer) if every and (self.step + 1) % every == 0 else None
+        optimizer.step()
+        optimizer.zero_grad()
+        self.step += 1
+        self.position += config.batch_size
+        self.tokens += config.batch_size * config.model.context
+        self._pending.append((self.step, self.tokens, rate, loss, norm))
+        if probe is not None:
+            self._flush()
+            self._emit({"kind": "average", "step": self.step, "tokens": self.tokens, **probe.read()})
+
+    def _reached(self) -> str | None:
+        until = self.until
+        if until.kind == "loss":
+            there = self.evaluation is not None and self.evaluation.loss <= until.value
+        else:
+            there = until.fraction(self.step, self.tokens, self._total_seconds()) == 1.0
+        return f"until {self.config.until}" if there else None
+
+    # -------------------------------------------------------------- evaluation
+
+    def _evaluates_at_all(self) -> bool:
+        c = self.config
+        return bool(c.eval_per_doubling or c.eval_every or c.eval_at) or self.until.kind == "loss"
+
+    def _evaluation_due(self) -> bool:
+        c, step = self.config, self.step
+        if step in c.eval_at or (c.eval_every and step % c.eval_every == 0):
+            return True
+        return log_spaced(step, c.eval_per_doubling)
+
+    def _evaluate(self) -> None:
+        assert self.data.validation is not None
+        model = self.config.model
+        with self.optimizer.averaged():
+            self.evaluation = evaluate(
+                self.loss_of,
+                self.data.validation,
+                context=model.context,
+                vocabulary=model.vocabulary,
+                count=self.config.eval_tokens,
+                at_once=self.config.sequences_at_once,
+                device=self.device,
+                precision=self.config.precision,
+                tokenizer=self.data.tokenizer,
+            )
+        self.evaluated = self.step
+        self._flush()
+        self._emit({"kind": "eval", **self._now(), **self.evaluation.row(), "sequence": "x"})
+        self._disk(self.run.metrics.flush())
+
+    def _checkpoint_due(self) -> bool:
+        every = self.config.checkpoint_every
+        return (every > 0 and self.step % every == 0) or self.run.milestone(self.step)
+
+
+def log_spaced(step: int, per_doubling: int, first: int = 8) -> bool:
+    """Whether a step is one of the rounded powers of 2^(1 / per_doubling)."""
+    if not per_doubling or step < first:
+        return False
+    nearest = round(per_doubling * math.log2(step))
+    return any(round(2 ** ((nearest + i) / per_doubling)) == step for i in (-1, 0, 1))
+
+
+def check_vocabulary(data: Data, model: ModelConfig) -> None:
+    if data.tokenizer is not None and data.tokenizer.vocabulary > model.vocabulary:
+        size = data.tokenizer.vocabulary
+        raise UserError(
+            f"the data's tokenizer has {size} ids, the model a vocabulary of {model.vocabulary}: set "
+            f"--model.vocabulary {-(-size // 64) * 64}, or prepare the data with another tokenizer"
+        )
+
+
+def model_card(model: ModelConfig, step: int, tokens: int) -> str:
+    """What it takes to build the model, and where it comes from."""
+    card = {"architecture": "anytime.train.GPT", "model": plain(model), "step": step, "tokens": tokens, **origin()}
+    return json.dumps(card, indent=1)

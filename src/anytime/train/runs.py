@@ -1,0 +1,225 @@
+"""The folder of a run: its settings, metrics, samples and checkpoints, and who may write there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from ..version import __version__
+from . import checkpoint
+from .config import Config, changed, merged, read_toml, to_toml
+from .errors import UserError
+from .shards import write_atomically
+
+Row = dict[str, Any]
+CONFIG = "config.toml"
+_LOCK = "lock"
+
+
+def stored_config(folder: Path) -> Config | None:
+    """The settings of the run in a folder; None if there is no run."""
+    path = folder / CONFIG
+    return merged(Config(), read_toml(path), source=str(path)) if path.exists() else None
+
+
+@functools.cache
+def origin() -> Row:
+    """The version of this library, and its commit where it lies in a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {"version": __version__, "commit": None}
+    return {"version": __version__, "commit": done.stdout.strip() or None}
+
+
+class Lines:
+    """Rows of JSON appended to a file. A row the disk will not take waits in memory for the next try."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+        self._waiting: list[str] = []
+
+    def cut(self, step: int | None) -> None:
+        """Removes rows past a step, all if None, and a last line that was not finished."""
+        self.close()
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                if step is not None and json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError, TypeError):
+                continue
+        write_atomically(self.path, "".join(kept).encode())
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self._waiting.append(json.dumps(plain, ensure_ascii=False) + "\n")
+
+    def flush(self, *, sync: bool = False) -> OSError | None:
+        """Writes what waits; what went wrong, if anything. A line is written whole or left for later."""
+        try:
+            if self._file is None:
+                self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115, open as long as the run
+            while self._waiting:
+                end = self._file.tell()
+                try:
+                    self._file.write("".join(self._waiting))
+                    self._file.flush()
+                except OSError:
+                    self._abandon(end)
+                    raise
+                self._waiting.clear()
+            if sync:
+                os.fsync(self._file.fileno())
+        except OSError as wrong:
+            return wrong
+        return None
+
+    def _abandon(self, end: int) -> None:
+        """After a write that failed half way: what reached the file is cut off again."""
+        file, self._file = self._file, None
+        assert file is not None
+        with contextlib.suppress(OSError):  # its buffer cannot be written either
+            file.close()
+        os.truncate(self.path, end)
+
+    def close(self) -> None:
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_lines(path: Path) -> list[Row]:
+    """The rows of a file of metrics; a torn line is left out."""
+    rows: list[Row] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue
+    return rows
+
+
+class Run:
+    """A folder opened for training: created, or checked to be of the same run, and locked against a second process."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.folder = Path(config.run)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = self._take()
+        except OSError as wrong:
+            raise UserError(f"cannot write to the run's folder {self.folder}: {wrong.strerror or wrong}") from None
+        try:
+            self._settle()
+        except BaseException:
+            self._lock.close()
+            raise
+        self.metrics = Lines(self.folder / "metrics.jsonl")
+        self.samples = Lines(self.folder / "samples.jsonl")
+
+    def _take(self) -> TextIO:
+        lock = open(self.folder / _LOCK, "a", encoding="utf-8")  # noqa: SIM115, held as long as the run
+        if sys.platform != "win32":
+            import fcntl
+
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+                raise UserError(f"another process trains in {self.folder}: stop it, or choose another --run") from None
+        return lock
+
+    def _settle(self) -> None:
+        """Writes the settings, if they are those of the run that is there, or there is none."""
+        stored = stored_config(self.folder)
+        if stored is not None:
+            if differences := changed(stored, self.config):
+                raise UserError(
+                    f"{self.folder} holds a run with other settings ({'; '.join(differences)}): choose another --run, "
+                    "leave these settings as they were, or start from it by `anytime branch`"
+                )
+        else:
+            # What a process leaves that was killed right here is ours too.
+            foreign = [p.name for p in self.folder.iterdir() if p.name != _LOCK and not p.name.endswith(".tmp")]
+            if foreign:
+                raise UserError(
+                    f"{self.folder} is not a run's ({', '.join(sorted(foreign)[:3])}): choose another --run"
+                )
+        try:
+            for path in self.folder.glob(".*.tmp"):
+                path.unlink()
+            if stored != self.config:
+                write_atomically(self.folder / CONFIG, to_toml(self.config).encode())
+            self.checkpoints.mkdir(exist_ok=True)
+            checkpoint.sweep(self.checkpoints)
+        except OSError as wrong:
+            raise UserError(f"cannot write to the run's folder {self.folder}: {wrong.strerror or wrong}") from None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def data(self) -> Path:
+        """Where data that the run makes for itself lies."""
+        return self.folder / "data"
+
+    def milestone(self, step: int) -> bool:
+        c = self.config
+        return step in c.keep_at or (c.keep_every > 0 and step % c.keep_every == 0)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.metrics.close()
+        self.samples.close()
+        self._lock.close()
+
+
+def find_checkpoint(path: Path, at: int | None = None) -> Path:
+    """A checkpoint by its own folder, or a run's newest whole one, or that of a step."""
+    if (path / "model.safetensors").exists():
+        if at is not None:
+            raise UserError(f"{path} is one model, it has no step to choose: leave out --at, or name the run's folder")
+        if (path / checkpoint.SUMS).exists() and (wrong := checkpoint.damage(path)) is not None:
+            raise UserError(f"the checkpoint {path} is damaged: {wrong}; use another of the run")
+        return path
+    if not path.is_dir():
+        raise UserError(f"there is no run or model at {path}")
+    folder = path / "checkpoints"
+    there = [checkpoint.step_of(p) for p in checkpoint.kept(folder)]
+    if not there:
+        raise UserError(f"{path} has no checkpoint yet")
+    if at is not None and at not in there:
+        raise UserError(f"{path} keeps no step {at}; it keeps {some(sorted(there))}")
+    damaged: list[str] = []
+    found = checkpoint.newest_whole(folder, damaged.append, at=at)
+    if found is None:
+        raise UserError(damaged[0].replace("; the one before it is used", ""))
+    return found
+
+
+def some(numbers: Iterable[int]) -> str:
+    """1, 2, 3, …, 9"""
+    every = [str(n) for n in numbers]
+    return ", ".join(every if len(every) <= 8 else [*every[:5], "…", *every[-2:]])
