@@ -15,6 +15,7 @@ import anytime
 ROOT = Path(anytime.__file__).parent
 #: A file imports from its own room or from those before it.
 ROOMS = (
+    "version",
     "core.kernels",
     "core",
     "routing",

@@ -58,6 +58,15 @@ def test_gather_is_slicing_of_the_concatenation(tmp_path_factory, counts, length
         assert Tokens.open(path, "train").gather(np.array([offset]), 1)[0, 0] == whole[index]
 
 
+def test_a_fingerprint_is_of_the_tokens(tmp_path):
+    for folder, second in (("one", 5), ("same", 5), ("other", 6)):
+        (tmp_path / folder).mkdir()
+        for i in range(2):
+            write_shard(tmp_path / folder / f"train-{i}.bin", np.array([1, second]), wide=folder == "same")
+    found = {name: Tokens.open(tmp_path / name, "train").fingerprint() for name in ("one", "same", "other")}
+    assert found["one"] == found["same"] != found["other"]
+
+
 @pytest.mark.parametrize(("start", "length"), [(-1, 1), (3, 1), (0, 4)])
 def test_a_window_outside_is_an_error(tmp_path, start, length):
     write_shard(tmp_path / "a.bin", np.array([1, 2, 3]))

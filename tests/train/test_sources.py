@@ -229,9 +229,9 @@ def test_the_offset_is_right_in_a_later_part_and_piece(tmp_path, monkeypatch):
     path.write_bytes("é line\n".encode() * 1000 + b"\xff")
     with pytest.raises(UserError, match="not UTF-8 at byte 8000"):
         documents([str(path)], near=3000)
-    path.write_bytes("é".encode() * 4000 + b"\xff")
-    with pytest.raises(UserError, match="not UTF-8 at byte 8000"):
-        documents([str(path)], near=3000)
+    path.write_bytes(("a" + "é" * 4000).encode() + b"\xff")  # pieces end within a character
+    with pytest.raises(UserError, match="not UTF-8 at byte 8001"):
+        documents([str(path)])
 
 
 def test_a_binary_file_ends(tmp_path):

@@ -111,8 +111,9 @@ class Config:
     micro_batch: int = 0
     # Evaluations of X for each doubling of the steps; 0 leaves them out.
     eval_per_doubling: int = 4
-    # Further evaluations: every so many steps, and at chosen ones.
+    # Steps between further evaluations; 0 adds none.
     eval_every: int = 0
+    # Steps at which to evaluate besides.
     eval_at: tuple[int, ...] = ()
     # Validation tokens of an evaluation.
     eval_tokens: int = 1 << 20
@@ -120,21 +121,28 @@ class Config:
     checkpoint_every: int = 1000
     # Checkpoints kept besides milestones, at least 1.
     keep_last: int = 2
-    # Milestones are kept for good: every so many steps, and chosen ones. They must be checkpoints to be kept.
+    # Milestones, kept for good: a checkpoint every so many steps; 0 keeps none.
     keep_every: int = 0
+    # Steps whose checkpoints are kept for good besides.
     keep_at: tuple[int, ...] = ()
-    # Steps between rows of speed, and between looks at the average.
+    # Steps between rows of speed; losses reach the disk as often.
     log_every: int = 10
+    # Steps between looks at the average and the update; 0 takes none.
     diagnose_every: int = 100
     # Further places to send metrics: "tensorboard", "trackio", "wandb".
     log_to: tuple[str, ...] = ()
     # A text sampled at each checkpoint begins so; empty samples nothing.
     prompt: str = ""
+    # Write report.html into the run's folder where the run stops.
+    report: bool = False
     # What to do at a loss that is inf or NaN; "skip" leaves such steps out and goes on.
     on_nan: Literal["stop", "skip"] = "stop"
-    device: str = ""  # empty: CUDA where there is, else the CPU
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations; auto: bfloat16 on CUDA
-    compile: Literal["auto", "yes", "no"] = "auto"  # auto: on CUDA
+    # Empty: CUDA where there is one, else the CPU.
+    device: str = ""
+    # Of activations; auto is bfloat16 on CUDA.
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    # By torch.compile; auto is on CUDA.
+    compile: Literal["auto", "yes", "no"] = "auto"
     # Compute activations again in the backward pass: less memory, a third more work.
     recompute: bool = False
     # CPU threads; 0 leaves torch's choice. Runs are equal to the bit only at an equal number.
@@ -223,13 +231,13 @@ PRESETS: dict[str, dict[str, Any]] = {
             "warmup_steps": 40,
             "beta_growth_start": 40,
         },
-        "run": "runs/demo",
         "until": "3000 steps",
         "batch_size": 4,
         "eval_tokens": 16384,
         "checkpoint_every": 500,
         "keep_every": 500,
         "prompt": "def ",
+        "report": True,
         "threads": 1,
     },
     "0.5M": _small(5, 64, 32, batch=16, warmup=150),
@@ -254,14 +262,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def preset(name: str) -> dict[str, Any]:
     if name not in PRESETS:
-        raise UserError(f"there is no preset {name!r}{_nearest(name, PRESETS)}; there are {', '.join(PRESETS)}")
+        raise UserError(f"there is no preset {name!r}{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 # ------------------------------------------------- plain values, TOML, merging
 
 
-def _nearest(name: str, among: typing.Iterable[str]) -> str:
+def nearest(name: str, among: typing.Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(among), 1, 0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -297,7 +305,7 @@ def merged(base: T, values: Mapping[str, Any], *, path: str = "", source: str = 
     changes: dict[str, Any] = {}
     for key, value in values.items():
         if key not in kinds:
-            raise UserError(f"{source}: there is no setting {path + key!r}{_nearest(key, kinds)}")
+            raise UserError(f"{source}: there is no setting {path + key!r}{nearest(key, kinds)}")
         old = getattr(base, key)
         if dataclasses.is_dataclass(old):
             if not isinstance(value, Mapping):

@@ -49,9 +49,15 @@ def open_data(config: DataConfig, folder: Path) -> Data:
     tokenizer = None
     if config.tokenizer:
         tokenizer = open_tokenizer(config.tokenizer)
-    elif source.is_dir() and ((source / ABOUT).exists() or (source / "tokenizer.json").exists()):
-        tokenizer = Tokenizer.load(source)
+    elif source.is_dir():
+        tokenizer = tokenizer_in(source)
     return Data(train, validation, tokenizer)
+
+
+def tokenizer_in(folder: Path) -> Tokenizer | None:
+    """The one that a folder carries, if any."""
+    there = (folder / ABOUT).exists() or (folder / "tokenizer.json").exists()
+    return Tokenizer.load(folder) if there else None
 
 
 def write_python(folder: Path) -> None:

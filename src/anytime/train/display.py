@@ -11,13 +11,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
+
+from .runs import Row
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
-Row = dict[str, Any]
 SMOOTHING = 0.98  # of the loss at Y: about the last fifty steps
 
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .errors import UserError
 
-#: Small beside the square of an embedding at initialization, whose scale is 1 / width.
-EPSILON = 1e-8
+#: Small beside the square of an embedding at initialization, whose scale is 1 / (4 width).
+EPSILON = 1e-12
 
 
 @dataclass(frozen=True)
@@ -149,14 +149,14 @@ class GPT(nn.Module):
         """The same weights for a seed on every device. The first loss is the logarithm of the vocabulary.
 
         Blocks begin as the identity (o and down are zero). The embedding is normalized where it enters, so its scale
-        only shows at the output: 1 / width makes a token's logit for itself 1, and the others' about width^(-1/2).
+        only shows at the output: 1 / (4 width) makes a token's logit for itself 1/4, and the others' next to nothing.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
             if name.endswith(("o.weight", "down.weight")):
                 p.zero_()
             else:
-                scale = 1 / self.config.width if p is self.embedding.weight else p.shape[1] ** -0.5
+                scale = 0.25 / self.config.width if p is self.embedding.weight else p.shape[1] ** -0.5
                 p.copy_(torch.empty(p.shape).normal_(std=scale, generator=generator))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor:
@@ -208,11 +208,13 @@ class GPT(nn.Module):
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
+        limit: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """`count` tokens more for each row of tokens [batch, time], drawn with a cache of keys and values.
 
-        Temperature 0 takes the likeliest. Once the context is full, its later half is read again, the rest forgotten.
+        Temperature 0 takes the likeliest; ids from `limit` on are never drawn. Once the context is full, its later half
+        is read again, the rest forgotten.
         """
         if not tokens.shape[1]:
             raise UserError("nothing to go on from: the prompt is empty")
@@ -226,7 +228,7 @@ class GPT(nn.Module):
                 if cache is not None:
                     fresh = tokens[:, -max(1, context // 2) :]
                 cache = Cache(self, len(tokens))
-            logits = self(fresh, cache=cache)[:, -1].float()
+            logits = self(fresh, cache=cache)[:, -1, :limit].float()
             if top_k is not None and top_k < logits.shape[-1]:
                 logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
             if temperature:

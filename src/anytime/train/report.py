@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -23,14 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from .config import flat, read_toml
 from .errors import UserError
+from .runs import CONFIG, Row
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-Row = dict[str, Any]
 #: Name of a column to its numbers, None where there is none.
 Columns = dict[str, list[float | None]]
 
@@ -68,8 +63,8 @@ class RunData:
 
     def stopped(self) -> str | None:
         """The reason; None while the run goes on, or if it was killed."""
-        last = self.rows[-1]
-        return str(last.get("reason", "")) if last["kind"] == "stop" else None
+        stops = self.of("stop")  # a resume took back those before it
+        return str(stops[-1].get("reason", "")) if stops else None
 
 
 def read_run(folder: Path) -> RunData:
@@ -91,7 +86,7 @@ def read_run(folder: Path) -> RunData:
     return RunData(
         folder=folder,
         rows=tuple(rows),
-        config=_config(folder / "config.toml"),
+        config=read_toml(folder / CONFIG) if (folder / CONFIG).is_file() else {},
         samples=tuple(row for row in samples if row is not None and _is_step(row.get("step"))),
         branch=_branch(folder / "branch.json"),
         unreadable=sum(row is None for row in lines[:-1]),
@@ -138,15 +133,6 @@ def _json_lines(path: Path) -> list[Row | None]:
 
 def _is_step(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _config(path: Path) -> Row:
-    if not path.is_file():
-        return {}
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid TOML: {' '.join(str(error).split())}; mend or remove it") from error
 
 
 def _branch(path: Path) -> Row | None:
@@ -225,7 +211,8 @@ def _curve(rows: Sequence[Row], names: Iterable[str], run: RunData, limit: int) 
             counts = np.add.reduceat(finite.astype(np.float64), begins)
             sums = np.add.reduceat(np.where(finite, array, 0.0), begins)
             pairs = zip(sums.tolist(), counts.tolist(), strict=True)
-            columns[name] = [float(f"{total / n:.7g}") if n else None for total, n in pairs]
+            digits = 10 if name in ("step", "tokens") else 6
+            columns[name] = [float(f"{total / n:.{digits}g}") if n else None for total, n in pairs]
     return columns
 
 
@@ -251,15 +238,9 @@ def _samples(run: RunData, characters: int) -> list[Row]:
     return [{"step": step, **{k: v[:characters] for k, v in s.items()}} for step in steps for s in by_step[step]]
 
 
-def _settings(table: Row, prefix: str = "") -> dict[str, str]:
-    """Nested tables as dotted keys."""
-    flat: dict[str, str] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= _settings(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return flat
+def _words(value: object) -> str:
+    """A setting as it stands in TOML, texts without quotes."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 # --- the page ---
@@ -314,7 +295,7 @@ def _data(run: RunData, name: str, count: int) -> Row:
         "train": _curve(run.of("step"), STEP, run, limit),
         "average": _curve(run.of("average"), AVERAGE, run, limit),
         "speed": _curve(run.of("speed"), SPEED, run, limit),
-        "settings": _settings(run.config),
+        "settings": {key: _words(value) for key, value in flat(run.config).items()},
         "samples": _samples(run, SAMPLE_CHARACTERS // count),
     }
 

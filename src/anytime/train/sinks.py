@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from .errors import UserError
-
-Row = dict[str, Any]
+from .runs import Row
 
 PROJECT = "anytime"
 #: Kind of row to what its numbers are called; the loss of an evaluation is named by its sequence.

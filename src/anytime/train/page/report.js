@@ -9,10 +9,10 @@
   const CHARTS = [
     { id: "beta", place: "average", title: "β", note: "the share of X in Y", from: "average", column: "beta", format: ".4~g" },
     { id: "c", place: "average", title: "c", note: "the weight of the newest Z in X", from: "average", column: "c", format: ".3~g", log: true },
-    { id: "rho", place: "average", title: "ρ", from: "average", column: "rho", format: ".4~g" },
-    { id: "alpha", place: "average", title: "α", from: "average", column: "alpha", format: ".4~g" },
+    { id: "rho", place: "average", title: "ρ", note: "the RMS of Z, mean over the watched matrices", from: "average", column: "rho", format: ".4~g" },
+    { id: "alpha", place: "average", title: "α", note: "the cosine between the update and Z", from: "average", column: "alpha", format: ".4~g" },
     { id: "distance", place: "average", title: "‖x − z‖", note: "between the average and the fast iterate", from: "average", column: "distance", format: ".4~g" },
-    { id: "update_rms", place: "average", title: "Update RMS", from: "average", column: "update_rms", format: ".4~g" },
+    { id: "update_rms", place: "average", title: "Update RMS", note: "before the rate", from: "average", column: "update_rms", format: ".4~g" },
     { id: "tokens_per_second", place: "speed", title: "Tokens per second", from: "speed", column: "tokens_per_second", format: ".4~s", zero: true },
     { id: "mfu", place: "speed", title: "MFU", note: "the share of the device's peak arithmetic", from: "speed", column: "mfu", format: ".1%", zero: true, percent: true },
     { id: "lr", place: "speed", title: "Learning rate", from: "train", column: "lr", format: ".4~g", zero: true },
@@ -171,14 +171,14 @@
     return padded(low, high, log, 0.015);
   };
 
-  // The first losses would flatten all that follows, so only points are sure of a place, lines from a fiftieth on.
+  // The first losses would flatten all that follows: on a linear axis the range is that of what comes after a fiftieth.
   const lossRange = (traces, end, logX, logY) => {
     let [low, high] = [Infinity, -Infinity];
-    for (const { x, y, mode } of traces) {
+    for (const { x, y } of traces) {
       y.forEach((v, i) => {
         if (v === null || x[i] === null) return;
         low = Math.min(low, v);
-        if (logX || mode !== "lines" || x[i] >= end / 50) high = Math.max(high, v);
+        if (logX || x[i] >= end / 50) high = Math.max(high, v);
       });
     }
     return logY && low <= 0 ? null : padded(low, high, logY, 0.05);

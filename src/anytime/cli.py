@@ -1,0 +1,389 @@
+"""The command `anytime`: a small table of commands, each a function; the only reader of argv."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from .train import config as settings
+from .train.config import Config, Until
+from .train.errors import UserError
+
+Command = Callable[[list[str]], int]
+
+#: What a shell is told after a stop by a signal.
+_SIGNALS = {"SIGINT": 130, "SIGTERM": 143}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0 done, 1 something to mend (said in one line), 2 a wrong command, 128 + n after a signal."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        _say(_overview())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from .version import __version__
+
+        _say(__version__)
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        _say(f"error: there is no command {name!r}{settings.nearest(name, COMMANDS)}\n\n{_overview()}", sys.stderr)
+        return 2
+    try:
+        return COMMANDS[name](rest) or 0
+    except UserError as wrong:
+        _say(f"error: {wrong}", sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `anytime … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _say(text: str, stream: Any = None) -> None:
+    (stream or sys.stdout).write(text + "\n")
+
+
+def _overview() -> str:
+    lines = [f"  {name:<8}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    return "anytime: train without knowing how long\n\n" + "\n".join(lines) + "\n\nanytime COMMAND --help says more."
+
+
+def _parse(what: Any, command: str, arguments: Sequence[str], *, default: Any = None, about: str | None = None) -> Any:
+    """Arguments as a dataclass or a function's parameters say."""
+    try:
+        import tyro
+    except ImportError:
+        raise UserError('the command line needs tyro: pip install "anytime-optim[train]"') from None
+    more: dict[str, Any] = {} if default is None else {"default": default}
+    words = inspect.cleandoc(about or what.__doc__ or "").partition("\nArgs:")[0]
+    return tyro.cli(what, prog=f"anytime {command}", args=list(arguments), description=words, **more)
+
+
+def _take(arguments: list[str], *names: str) -> dict[str, str]:
+    """Removes `--name value` and `--name=value` from the arguments."""
+    found: dict[str, str] = {}
+    for name in names:
+        for i, argument in enumerate(arguments):
+            if argument == f"--{name}" and i + 1 < len(arguments):
+                found[name] = arguments[i + 1]
+                del arguments[i : i + 2]
+                break
+            if argument.startswith(f"--{name}="):
+                found[name] = argument.partition("=")[2]
+                del arguments[i]
+                break
+    return found
+
+
+def _take_first(arguments: list[str]) -> str | None:
+    """Removes a first argument that is no option."""
+    return arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
+
+
+# ------------------------------------------------------------------ commands
+
+
+def train(arguments: list[str]) -> int:
+    """train a model, resume a run, or extend it: anytime train [CONFIG.toml] --preset NAME --run FOLDER --until WHEN
+
+    Settings come from the command line, else from CONFIG.toml, else from the preset. The same command on the same
+    folder goes on where the run stopped; with a later --until it goes further. WHEN is '600 steps', '1e9 tokens', '2 h'
+    (of training in all), 'loss 3.2' (of X, on validation), or left out: then Ctrl-C stops it, and nothing is lost.
+    """
+    rest = list(arguments)
+    file = _take_first(rest)
+    given = _take(rest, "preset", "run")
+    base = _base(file, given)
+    about = f"{train.__doc__ or ''}\n\nPresets: {', '.join(settings.PRESETS)}."
+    return _run(_parse(Config, "train", rest, default=base, about=about))
+
+
+def _base(file: str | None, given: Mapping[str, str]) -> Config:
+    """The settings before those of the command line: of the run that is there, or of the preset, then of the file."""
+    from .train.runs import stored_config
+
+    values = settings.read_toml(Path(file)) if file is not None else {}
+    name = given.get("preset", values.get("preset", ""))
+    folder = given.get("run") or values.get("run") or f"runs/{name or 'run'}"
+    stored = stored_config(Path(folder))
+    if stored is not None and name not in ("", stored.preset):
+        was = f"the preset {stored.preset!r}" if stored.preset else "no preset"
+        raise UserError(f"{folder} holds a run that began from {was}, not {name!r}: choose another --run")
+    if stored is None:
+        stored = settings.merged(Config(), settings.preset(name) if name else {})
+    return settings.merged(stored, {**values, "preset": name or stored.preset, "run": folder}, source=file or "")
+
+
+def _run(config: Config) -> int:
+    """Trains, shows it, and says at the end what there is."""
+    from .train.display import Display, eval_table
+    from .train.loop import train as start
+    from .train.runs import read_lines
+    from .train.sinks import open_sinks
+
+    until = Until.parse(config.until)
+
+    def end(row: Mapping[str, Any]) -> float | None:
+        known = all(key in row for key in ("step", "tokens", "seconds"))
+        return until.fraction(row["step"], row["tokens"], row["seconds"]) if known else None
+
+    folder = Path(config.run)
+    with contextlib.ExitStack() as stack:
+        sinks = open_sinks(config.log_to, folder, folder.name, settings.plain(config)) if config.log_to else []
+        for sink in sinks:
+            stack.callback(sink.close)
+        display = stack.enter_context(Display(end if until.kind not in (None, "loss") else None))
+        result = start(config, listeners=[display, *sinks], warn=display.warning)
+    rows = read_lines(folder / "metrics.jsonl")
+    if any(row["kind"] == "eval" for row in rows):
+        _say(f"\nThe anytime curve: the loss of X, a finished model at each of these steps\n{eval_table(rows)}")
+    if samples := read_lines(folder / "samples.jsonl"):
+        _say(f"\nA sample at step {samples[-1]['step']:,}:\n{samples[-1]['prompt']}{samples[-1]['text']}")
+    if config.report:
+        from .train.report import write_report
+
+        _say(f"\nReport: {write_report([folder], folder / 'report.html').resolve()}")
+    _say(f"\nRun: {folder} at step {result.step:,}. The same command goes on; a later --until goes further.")
+    return _SIGNALS.get(result.reason, 0)
+
+
+def branch(arguments: list[str]) -> int:
+    """start another run from a kept step: anytime branch RUN --at STEP [--cooldown STEPS] [--average restart]
+
+    --run FOLDER is where it goes, --at the step (the newest by default), --cooldown a number of steps over which the
+    rate falls to zero, --average keep or restart. Settings of the run may be changed as in `anytime train`: the rate
+    (--optimizer.lr), the data (--data.path), the end (--until).
+    """
+    from .train.branch import branch as make
+    from .train.runs import find_checkpoint, stored_config
+
+    rest = list(arguments)
+    source = _take_first(rest)
+    if source is None:
+        if "--help" in rest or "-h" in rest:
+            _say(inspect.cleandoc(branch.__doc__ or ""))
+            return 0
+        raise UserError("name the run to branch from: anytime branch RUN --at STEP")
+    given = _take(rest, "at", "cooldown", "average", "run")
+    old = stored_config(Path(source))
+    if old is None:
+        raise UserError(f"{source} is not a run's folder")
+    at, cooldown = _whole("at", given.get("at")), _whole("cooldown", given.get("cooldown")) or 0
+    step = at if at is not None else find_checkpoint(Path(source)).name.removeprefix("step-").lstrip("0")
+    folder = given.get("run", f"{source.rstrip('/')}-{'cooldown' if cooldown else 'branch'}-{step}")
+    new = _parse(Config, "branch", rest, default=dataclasses.replace(old, run=folder), about=branch.__doc__)
+    before = settings.flat(settings.plain(old))
+    changes: dict[str, Any] = {}
+    for key, value in settings.flat(settings.plain(new)).items():
+        if value != before.get(key) and key != "run":
+            table = changes
+            *tables, name = key.split(".")
+            for inner in tables:
+                table = table.setdefault(inner, {})
+            table[name] = value
+    average: Any = given.get("average", "keep")
+    return _run(make(source, folder, at=at, cooldown=cooldown, average=average, changes=changes))
+
+
+def _whole(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdigit():
+        raise UserError(f"--{name} is {text!r}, must be a whole number of steps")
+    return int(text)
+
+
+def data(
+    inputs: tuple[str, ...] = (),
+    /,
+    out: str = "data",
+    tokenizer: str = "gpt2",
+    train_tokenizer: int | None = None,
+    val_every: int = 200,
+    val: tuple[str, ...] = (),
+    text_key: str = "text",
+    separator: str = "<|endoftext|>",
+    workers: int | None = None,
+    limit_tokens: int | None = None,
+) -> int:
+    """turn text, JSONL, Parquet or a Hugging Face dataset into tokens: anytime data FILES… --out FOLDER
+
+    An interrupted one goes on when the same command is given again.
+
+    Args:
+        inputs: files, folders, globs, or hf:NAME[:CONFIG]; none is FineWeb.
+        out: the folder of tokens.
+        tokenizer: bytes, gpt2, gpt2:RANKS_FILE, a tokenizer.json, or a folder with one.
+        train_tokenizer: train a tokenizer of so many entries on the data, in place of --tokenizer.
+        val_every: one document in so many is for validation; 0 keeps none.
+        val: inputs for validation, in place of --val-every.
+        text_key: the field of JSONL, or the column of Parquet, that holds the text.
+        separator: the line between two documents of a plain text.
+        workers: processes; all cores by default.
+        limit_tokens: stop at about so many.
+    """
+    from .train.prepare import prepare
+
+    with _progress() as show:
+        made = prepare(
+            inputs,
+            Path(out),
+            tokenizer,
+            train_tokenizer=train_tokenizer,
+            val_every=val_every,
+            val_inputs=val,
+            text_key=text_key,
+            separator=separator,
+            workers=workers,
+            limit_tokens=limit_tokens,
+            progress=show,
+        )
+    _say(
+        f"{made.train.tokens:,} tokens to train on and {made.val.tokens:,} for validation in {out} "
+        f"(vocabulary {made.vocabulary:,}). Train on them: anytime train --data.path {out}"
+    )
+    return 0
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[Any], None]]:
+    """A bar of the parts done; nothing where there is no terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.fields[done]}"), BarColumn(), TextColumn("{task.fields[speed]}"), TimeElapsedColumn())
+    with Progress(*columns, disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("", done="", speed="", total=None)
+
+        def show(now: Any) -> None:
+            speed = f"{now.tokens:,} tokens, {now.bytes / 1e6 / max(now.seconds, 1e-9):.1f} MB/s"
+            done = f"part {now.parts_done} of {now.parts}"
+            bar.update(task, total=now.parts, completed=now.parts_done, done=done, speed=speed)
+
+        yield show
+
+
+def sample(
+    path: str,
+    /,
+    prompt: str = "",
+    at: int | None = None,
+    count: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+    copies: int = 1,
+    device: str = "",
+) -> int:
+    """let a trained model write: anytime sample RUN --prompt TEXT
+
+    Args:
+        path: a run's folder, a checkpoint's, or an export's.
+        prompt: how the text begins.
+        at: the step of the run; its newest by default.
+        count: tokens to draw.
+        temperature: 0 takes the likeliest token.
+        top_k: draw among so many likeliest.
+        seed: of the drawing.
+        copies: texts to draw.
+        device: empty is CUDA where there is one, else the CPU.
+    """
+    from .train import use
+
+    trained = use.load(path, at=at, device=device)
+    texts = use.sample(trained, prompt, count=count, temperature=temperature, top_k=top_k, seed=seed, copies=copies)
+    _say("\n---\n".join(prompt + text for text in texts))
+    return 0
+
+
+def evaluate(
+    path: str,
+    /,
+    data: str = "",
+    at: int | None = None,
+    tokens: int = 1 << 20,
+    at_once: int = 8,
+    device: str = "",
+) -> int:
+    """loss, perplexity and bits per byte of a trained model: anytime eval RUN [--data FOLDER]
+
+    Args:
+        path: a run's folder, a checkpoint's, or an export's.
+        data: a folder or file of tokens; the run's own by default.
+        at: the step of the run; its newest by default.
+        tokens: how many to judge by.
+        at_once: windows at a time.
+        device: empty is CUDA where there is one, else the CPU.
+    """
+    from .train import use
+
+    found = use.evaluate_model(use.load(path, at=at, device=device), data, count=tokens, at_once=at_once)
+    bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits a byte"
+    _say(f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:.2f}{bits} ({found.tokens:,} tokens)")
+    return 0
+
+
+def export(
+    path: str, /, to: str, at: int | None = None, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+) -> int:
+    """write a model's weights, config and tokenizer to a folder: anytime export RUN --to FOLDER
+
+    Args:
+        path: a run's folder, or a checkpoint's.
+        to: the new folder.
+        at: the step of the run; its newest by default.
+        dtype: of the weights.
+    """
+    from .train import use
+
+    trained = use.load(path, at=at, device="cpu")
+    _say(f"step {trained.card['step']:,} of {path} is in {use.export(trained, Path(to), dtype=dtype)}")
+    return 0
+
+
+def report(runs: tuple[str, ...], /, out: str = "") -> int:
+    """one HTML page about one or more runs: anytime report RUN… [--out FILE]
+
+    Args:
+        runs: folders of runs.
+        out: the file; report.html in the first run's folder by default.
+    """
+    from .train.report import write_report
+
+    if not runs:
+        raise UserError("name at least one run's folder: anytime report RUN…")
+    path = write_report([Path(run) for run in runs], Path(out) if out else Path(runs[0]) / "report.html")
+    _say(f"Report: {path.resolve()}")
+    return 0
+
+
+def _typed(name: str, function: Callable[..., int]) -> Command:
+    """A command whose arguments are the function's parameters."""
+
+    def command(arguments: list[str]) -> int:
+        return int(_parse(function, name, arguments))
+
+    command.__doc__ = function.__doc__
+    return command
+
+
+COMMANDS: dict[str, Command] = {
+    "train": train,
+    "data": _typed("data", data),
+    "branch": branch,
+    "sample": _typed("sample", sample),
+    "eval": _typed("eval", evaluate),
+    "export": _typed("export", export),
+    "report": _typed("report", report),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

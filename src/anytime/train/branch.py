@@ -1,0 +1,100 @@
+"""Another run from any kept step of a run: other data, another rate, or a short cooldown to zero."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from . import checkpoint
+from .build import optimizer_class
+from .config import Config, Cooldown, flat, merged, plain, to_toml
+from .data import tokenizer_in
+from .errors import UserError
+from .runs import CONFIG, find_checkpoint, stored_config
+from .shards import write_atomically
+
+#: What the weights and the optimizer's state are made for, so that it cannot change on the way.
+_KEPT = ("model.", "optimizer.name", "optimizer.momentum_dtype")
+
+
+def branch(
+    source: Path | str,
+    to: Path | str,
+    *,
+    at: int | None = None,
+    cooldown: int = 0,
+    average: Literal["keep", "restart"] = "keep",
+    changes: Mapping[str, Any] | None = None,
+) -> Config:
+    """Makes the run folder `to`, which stands at step `at` of `source` (its newest by default); train() goes on there.
+
+    cooldown: the rate falls to zero linearly over so many steps, and the run ends there. average: "restart" begins
+    the average anew from the weights Y; in a cooldown X then stays at Z, so that what comes out is the last iterate,
+    as after a schedule. changes: settings as in TOML; other data begin at their beginning.
+    """
+    source, to = Path(source), Path(to)
+    old = stored_config(source)
+    if old is None:
+        raise UserError(f"{source} is not a run's folder")
+    if cooldown < 0:
+        raise UserError(f"cooldown is {cooldown}, must be 0 (none) or a number of steps")
+    if average not in ("keep", "restart"):
+        raise UserError(f"average is {average!r}, must be 'keep' or 'restart'")
+    averages = optimizer_class(old.optimizer.name).averages
+    if average == "restart" and not averages:
+        raise UserError(f"{old.optimizer.name} has no average to restart")
+    found = find_checkpoint(source, at)
+    state = checkpoint.read_state(found)
+    step: int = state["step"]
+    config = merged(old, changes or {}, source="the branch's settings")
+    before, after = flat(plain(old)), flat(plain(config))
+    for key in {**before, **after}:
+        if key.startswith(_KEPT) and before.get(key) != after.get(key):
+            raise UserError(f"{key} is {after.get(key)!r} and was {before.get(key)!r}: a branch cannot change it")
+    config = dataclasses.replace(config, run=str(to))
+    if cooldown:
+        config = dataclasses.replace(config, cooldown=Cooldown(step, cooldown), until=f"{step + cooldown} steps")
+        if average == "restart":
+            optimizer = dataclasses.replace(config.optimizer, averaging_warmup=step + cooldown)
+            config = dataclasses.replace(config, optimizer=optimizer)
+    elif not (changes or {}).get("until"):
+        config = dataclasses.replace(config, until="")
+    if to.exists():
+        raise UserError(f"{to} is there already: choose another folder for the branch")
+    beside = to.with_name(f".{to.name}.new")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        _fill(beside, found, state, config, restart=average == "restart")
+        if config.data.path == old.data.path and (source / "data").is_dir():
+            shutil.copytree(source / "data", beside / "data")
+        about = {"from": str(source.resolve()), "step": step, "average": average, "cooldown": cooldown}
+        write_atomically(beside / "branch.json", json.dumps(about, indent=1).encode())
+        write_atomically(beside / CONFIG, to_toml(config).encode())
+        beside.rename(to)
+    except OSError as wrong:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise UserError(f"cannot write the branch to {to}: {wrong.strerror or wrong}") from None
+    return config
+
+
+def _fill(to: Path, found: Path, state: dict[str, Any], config: Config, *, restart: bool) -> None:
+    """Writes the checkpoint that the branch begins from."""
+    tensors = checkpoint.read_tensors(found / "resume.safetensors")
+    model = checkpoint.read_tensors(found / "model.safetensors")
+    if restart:
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer/") and name.endswith(("/d", "/weight_sum")):
+                tensor.zero_()
+        model = {name: tensor.clone() for name, tensor in checkpoint.weights(tensors).items()}
+    if config.data.path != state["config"]["data"]["path"]:
+        state |= {"data": None, "position": 0}
+    state |= {"config": plain(config), "evaluation": None, "evaluated": -1}
+    texts = {"state.json": json.dumps(state, indent=1), "config.json": (found / "config.json").read_text()}
+    files = {"model.safetensors": model, "resume.safetensors": tensors}
+    made = checkpoint.Snapshot(state["step"], files, texts, tokenizer_in(found))
+    checkpoint.write_checkpoint(to / "checkpoints", made)

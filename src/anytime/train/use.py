@@ -1,0 +1,153 @@
+"""A trained model in use: load it from a run, a checkpoint or an export; sample, evaluate, export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from . import checkpoint
+from .config import Config, DataConfig, merged
+from .data import Data, open_data, tokenizer_in
+from .errors import UserError
+from .evaluate import Evaluation, autocast, evaluate
+from .loop import check_vocabulary, choose_device
+from .model import GPT, ModelConfig
+from .runs import find_checkpoint, stored_config
+from .shards import write_atomically
+from .tokenizer import Tokenizer
+
+_MODEL = "model.safetensors"
+_CARD = "config.json"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished model (the average X), its tokenizer where it is known, and what its files say of it."""
+
+    model: GPT
+    tokenizer: Tokenizer | None
+    card: dict[str, Any]
+    folder: Path
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embedding.weight.device
+
+    def needs_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UserError(f"{self.folder} has no tokenizer: put a tokenizer.json there")
+        return self.tokenizer
+
+
+def load(path: Path | str, *, at: int | None = None, device: str = "") -> Trained:
+    """The model of a run (its newest checkpoint, or that of step `at`), of a checkpoint's folder, or of an export."""
+    folder = find_checkpoint(Path(path), at)
+    try:
+        card = json.loads((folder / _CARD).read_text(encoding="utf-8"))
+        config = merged(ModelConfig(), card["model"], source=str(folder / _CARD))
+    except (OSError, ValueError, KeyError, TypeError) as wrong:
+        if isinstance(wrong, UserError):
+            raise
+        raise UserError(f"{folder / _CARD} does not describe a model of this library: {wrong}") from None
+    model = GPT(config)
+    tensors = checkpoint.read_tensors(folder / _MODEL)
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as wrong:
+        raise UserError(f"{folder / _MODEL} is not the model that {_CARD} describes: {_second_line(wrong)}") from None
+    model.to(choose_device(device)).eval().requires_grad_(False)
+    return Trained(model, tokenizer_in(folder), card, folder)
+
+
+def sample(
+    trained: Trained,
+    prompt: str,
+    *,
+    count: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+    copies: int = 1,
+    precision: str = "auto",
+) -> list[str]:
+    """Texts that go on from the prompt, without it; each ends where the model ends its document."""
+    tokenizer = trained.needs_tokenizer()
+    start = tokenizer.encode(prompt) or ([] if tokenizer.end is None else [tokenizer.end])
+    tokens = torch.tensor([start] * copies, device=trained.device)
+    generator = torch.Generator(trained.device).manual_seed(seed)
+    with autocast(trained.device, precision):
+        drawn = trained.model.generate(
+            tokens, count, temperature=temperature, top_k=top_k, limit=tokenizer.vocabulary, generator=generator
+        )
+    texts = []
+    for row in drawn[:, tokens.shape[1] :].tolist():
+        ended = row.index(tokenizer.end) if tokenizer.end in row else len(row)
+        texts.append(tokenizer.decode(row[:ended]))
+    return texts
+
+
+def evaluate_model(
+    trained: Trained, data: str = "", *, count: int = 1 << 20, at_once: int = 8, precision: str = "auto"
+) -> Evaluation:
+    """On the validation tokens at `data`; by default those of the run the model belongs to."""
+    config = trained.model.config
+    opened = _data_of(trained, data)
+    if opened.validation is None:
+        raise UserError(f"{data or 'the data of the run'} has no validation tokens: name some by --data")
+    check_vocabulary(opened, config)
+    return evaluate(
+        trained.model,
+        opened.validation,
+        context=config.context,
+        vocabulary=config.vocabulary,
+        count=count,
+        at_once=at_once,
+        device=trained.device,
+        precision=precision,
+        tokenizer=opened.tokenizer or trained.tokenizer,
+    )
+
+
+def _data_of(trained: Trained, data: str) -> Data:
+    if data:
+        return open_data(DataConfig(path=data, validation="" if Path(data).is_dir() else data), Path(data))
+    run = trained.folder.parent.parent
+    config: Config | None = stored_config(run)
+    if config is None:
+        raise UserError(f"{trained.folder} does not belong to a run: name the data by --data")
+    return open_data(config.data, run / "data")
+
+
+def export(trained: Trained, to: Path, *, dtype: str = "float32") -> Path:
+    """A folder with the weights (safetensors), config.json and the tokenizer; it loads like a checkpoint."""
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise UserError(f"dtype is {dtype!r}, must be 'float32', 'bfloat16' or 'float16'")
+    if to.exists() and any(to.iterdir() if to.is_dir() else [to]):
+        raise UserError(f"{to} is there already and not empty: choose another folder")
+    beside = to.with_name(f".{to.name}.new")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        tensors = {n: t.to("cpu", getattr(torch, dtype)).contiguous() for n, t in trained.model.state_dict().items()}
+        save_file(tensors, beside / _MODEL, metadata={"format": "pt"})
+        write_atomically(beside / _CARD, json.dumps({**trained.card, "dtype": dtype}, indent=1).encode())
+        if trained.tokenizer is not None:
+            trained.tokenizer.save(beside)
+        if to.exists():
+            to.rmdir()
+        beside.rename(to)
+    except OSError as wrong:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise UserError(f"cannot write to {to}: {wrong.strerror or wrong}") from None
+    return to
+
+
+def _second_line(wrong: Exception) -> str:
+    lines = [line.strip() for line in str(wrong).splitlines() if line.strip()]
+    return lines[min(1, len(lines) - 1)]
