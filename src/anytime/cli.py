@@ -101,7 +101,7 @@ def train(arguments: list[str]) -> int:
     """
     rest = list(arguments)
     file = _take_first(rest)
-    given = _take(rest, "preset", "run")
+    given = _take(rest, "preset", "run", "optimizer.name")
     base = _base(file, given)
     about = f"{train.__doc__ or ''}\n\nPresets: {', '.join(settings.PRESETS)}."
     return _run(_parse(Config, "train", rest, default=base, about=about))
@@ -120,7 +120,8 @@ def _base(file: str | None, given: Mapping[str, str]) -> Config:
         raise UserError(f"{folder} holds a run that began from {was}, not {name!r}: choose another --run")
     if stored is None:
         stored = settings.merged(Config(), settings.preset(name) if name else {})
-    return settings.merged(stored, {**values, "preset": name or stored.preset, "run": folder}, source=file or "")
+    config = settings.merged(stored, {**values, "preset": name or stored.preset, "run": folder}, source=file or "")
+    return settings.merged(config, {"optimizer": {"name": given.get("optimizer.name", config.optimizer.name)}})
 
 
 def _run(config: Config) -> int:

@@ -511,6 +511,23 @@ def test_the_switches_change_what_is_drawn(open_page, several):
 
 
 @pytest.mark.browser
+def test_a_log_axis_leaves_out_what_it_has_no_place_for(open_page, tmp_path):
+    """An evaluation before the first step is at zero tokens, and a cooldown may end at a c of zero."""
+    rows = [row("start", 0, seconds=0.0), row("eval", 0, tokens=0, seconds=0.1, loss=5.5)]
+    for n in (1, 2, 3):
+        rows.append(row("eval", n, tokens=10 * n, seconds=float(n), loss=5.0 - n))
+        rows.append(row("average", n, tokens=10 * n, c=0.3 - 0.1 * n if n < 3 else 0.0))
+    page = open_page(write_report([write_rows(tmp_path / "run", rows)], tmp_path / "report.html"))
+    values = "id => document.getElementById(`plot-${id}`).data.map(t => [[...t.x], [...t.y]])"
+    assert page.evaluate(values, "loss") == [[[0, 10, 20, 30], [5.5, 4, 3, 2]]]
+    assert page.evaluate(values, "c")[0][1] == [0.2, 0.1, None]
+    page.check("#log-x")
+    assert page.evaluate(values, "loss") == [[[None, 10, 20, 30], [5.5, 4, 3, 2]]]
+    low, high = page.evaluate("() => document.getElementById('plot-loss').layout.xaxis.range")
+    assert 0.9 < low < 1 < math.log10(30) < high < 1.6
+
+
+@pytest.mark.browser
 def test_the_theme_follows_the_system_until_one_is_chosen(open_page, several):
     page = open_page(several, color_scheme="light")
     look = lambda: tuple(page.evaluate(word) for word in (BACKGROUND, FONT, INK))  # noqa: E731

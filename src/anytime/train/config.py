@@ -300,9 +300,15 @@ def _fits(value: Any, kind: Any) -> Any:
 
 
 def merged(base: T, values: Mapping[str, Any], *, path: str = "", source: str = "the settings") -> T:
-    """`base`, a dataclass, with values in place of some of its fields; an unknown key or a wrong type is an error."""
+    """`base`, a dataclass, with values in place of some of its fields; an unknown key or a wrong type is an error.
+
+    Another optimizer's name drops the options of the one before, but for its warmup and the trainer's own.
+    """
     kinds = typing.get_type_hints(type(base))
     changes: dict[str, Any] = {}
+    if isinstance(base, OptimizerConfig) and values.get("name", base.name) != base.name:
+        kept = ("warmup_steps", "schedule", "horizon", "decay_part", "clip")
+        base = type(base)(**{name: getattr(base, name) for name in kept})  # another optimizer has other options
     for key, value in values.items():
         if key not in kinds:
             raise UserError(f"{source}: there is no setting {path + key!r}{nearest(key, kinds)}")

@@ -9,10 +9,10 @@
   const CHARTS = [
     { id: "beta", place: "average", title: "β", note: "the share of X in Y", from: "average", column: "beta", format: ".4~g" },
     { id: "c", place: "average", title: "c", note: "the weight of the newest Z in X", from: "average", column: "c", format: ".3~g", log: true },
-    { id: "rho", place: "average", title: "ρ", note: "the RMS of Z, mean over the watched matrices", from: "average", column: "rho", format: ".4~g" },
+    { id: "rho", place: "average", title: "ρ", note: "the RMS of Z, mean over the watched matrices", from: "average", column: "rho", format: ".4~g", zero: true },
     { id: "alpha", place: "average", title: "α", note: "the cosine between the update and Z", from: "average", column: "alpha", format: ".4~g" },
-    { id: "distance", place: "average", title: "‖x − z‖", note: "between the average and the fast iterate", from: "average", column: "distance", format: ".4~g" },
-    { id: "update_rms", place: "average", title: "Update RMS", note: "before the rate", from: "average", column: "update_rms", format: ".4~g" },
+    { id: "distance", place: "average", title: "‖x − z‖", note: "between the average and the fast iterate", from: "average", column: "distance", format: ".4~g", zero: true },
+    { id: "update_rms", place: "average", title: "Update RMS", note: "before the rate", from: "average", column: "update_rms", format: ".4~g", zero: true },
     { id: "tokens_per_second", place: "speed", title: "Tokens per second", from: "speed", column: "tokens_per_second", format: ".4~s", zero: true },
     { id: "mfu", place: "speed", title: "MFU", note: "the share of the device's peak arithmetic", from: "speed", column: "mfu", format: ".1%", zero: true, percent: true },
     { id: "lr", place: "speed", title: "Learning rate", from: "train", column: "lr", format: ".4~g", zero: true },
@@ -121,10 +121,10 @@
   let runs = [];
   let unit = UNITS[0];
 
-  const horizontal = (table) => {
-    const values = table[AXES[state.axis][0]] ?? [];
-    return state.axis === "time" ? values.map((v) => (v === null ? null : v / unit[0])) : values;
-  };
+  // What a log axis has no place for is left out: Plotly would draw a line to it from the edge.
+  const onAxis = (values, log, scale = 1) => values.map((v) => (v === null || (log && v <= 0) ? null : v / scale));
+  const horizontal = (table) => onAxis(table[AXES[state.axis][0]] ?? [], byId("log-x").checked, state.axis === "time" ? unit[0] : 1);
+  const isLogY = (chart) => (chart.id === "loss" ? byId("log-y").checked : Boolean(chart.log));
 
   const tracesOf = (chart, colour) => {
     const traces = [];
@@ -133,7 +133,7 @@
       if (state.hidden.has(index) || !table[column]?.length) return;
       const { line, name, ...rest } = options;
       traces.push({
-        type: "scatter", x: horizontal(table), y: table[column], name: label(name ?? run.name), connectgaps: false,
+        type: "scatter", x: horizontal(table), y: onAxis(table[column], isLogY(chart)), name: label(name ?? run.name), connectgaps: false,
         hovertemplate: `%{fullData.name}  <b>%{y:${chart.format}}</b><extra></extra>`,
         line: { color: colour(`--run-${index % COLOURS}`), dash: dashOf(index), ...line }, ...rest,
       });
@@ -162,7 +162,7 @@
       if (state.hidden.has(index)) return;
       for (const table of [run.train, run.eval, run.average, run.speed]) {
         for (const v of horizontal(table)) {
-          if (v === null || (log && v <= 0)) continue;
+          if (v === null) continue;
           low = Math.min(low, v);
           high = Math.max(high, v);
         }
@@ -181,7 +181,7 @@
         if (logX || x[i] >= end / 50) high = Math.max(high, v);
       });
     }
-    return logY && low <= 0 ? null : padded(low, high, logY, 0.05);
+    return padded(low, high, logY, 0.05);
   };
 
   const padded = (low, high, log, share) => {
@@ -192,7 +192,7 @@
 
   // Every label in full; 1, 2, 5 where all nine of a decade would crowd and powers of ten would be too few.
   const logTicks = (traces) => {
-    const values = traces.flatMap((trace) => trace.y).filter((v) => v > 0);
+    const values = traces.flatMap((trace) => trace.y).filter((v) => v !== null);
     const decades = Math.log10(values.reduce((a, b) => Math.max(a, b), 0) / values.reduce((a, b) => Math.min(a, b), Infinity));
     return { tickformat: ".3~g", ...(decades > 0.8 && decades < 3.5 ? { dtick: "D2" } : {}) };
   };
@@ -204,7 +204,7 @@
     const font = { family: style.getPropertyValue("--sans").trim(), size: 12, color: colour("--quiet") };
     const traces = tracesOf(chart, colour);
     const logX = byId("log-x").checked;
-    const logY = chart.id === "loss" ? byId("log-y").checked : Boolean(chart.log);
+    const logY = isLogY(chart);
     const axis = { gridcolor: colour("--grid"), linecolor: colour("--line"), zeroline: false, automargin: true, exponentformat: "B", minexponent: 3 };
     const title = state.axis === "time" ? `${AXES.time[1]}, ${unit[1]}` : AXES[state.axis][1];
     const titled = { tokens: "%{x:,.0f} tokens", time: `%{x:.4~g} ${unit[1]}`, step: "step %{x:,.0f}" }[state.axis];
@@ -212,7 +212,7 @@
     const rangeY = chart.id === "loss" && rangeX ? lossRange(traces, logX ? 0 : rangeX[1], logX, logY) : null;
     const fixedRange = (range) => (range ? { range, autorange: false } : {});
     const layout = {
-      showlegend: false, autosize: true, height: byId(`plot-${chart.id}`).clientHeight, margin: { l: 58, r: 14, t: 10, b: 40 }, font,
+      showlegend: false, autosize: true, height: byId(`plot-${chart.id}`).clientHeight, margin: { l: narrow ? 44 : 58, r: 14, t: 10, b: 40 }, font,
       paper_bgcolor: colour("--surface"), plot_bgcolor: colour("--surface"),
       hovermode: "x unified", dragmode: narrow ? false : "zoom",
       hoverlabel: { bgcolor: colour("--surface"), bordercolor: colour("--line"), font: { ...font, color: colour("--text") }, namelength: -1 },
