@@ -66,9 +66,16 @@ def test_the_readme_maps_every_file():
         assert path.name == "__init__.py" or path.name in text, path
 
 
-def test_the_demo_runs(tmp_path):
-    command = [sys.executable, str(ROOT / "examples/demo.py"), "--quick", "--out", str(tmp_path / "picture.png")]
+def test_the_comparison_runs(tmp_path):
+    command = [sys.executable, str(ROOT / "examples/compare.py"), "--quick", "--out", str(tmp_path / "runs")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "anytime" in done.stdout
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert "one anytime run, at X" in done.stdout
+    assert (tmp_path / "runs/report.html").stat().st_size > 1_000_000
+
+
+def test_the_makefile_runs_the_readmes_commands():
+    text = (ROOT / "README.md").read_text()
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    asked = re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)
+    assert {"demo", "test"} <= set(asked) <= set(targets)

@@ -359,7 +359,7 @@ def test_what_cannot_be_a_page(tmp_path):
 
 def test_without_plotly_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(UserError, match=r"anytime-optim\[report\]"):
+    with pytest.raises(UserError, match=r"anytime-optim\[train\]"):
         write_report([make_run(tmp_path / "run", 20)], tmp_path / "report.html")
 
 

@@ -104,6 +104,7 @@ def test_trackio_goes_on_with_the_same_run(tmp_path, monkeypatch):
 
 def test_trackio_itself_takes_the_rows(tmp_path):
     """The real package, in a process of its own, on a folder of its own."""
+    pytest.importorskip("trackio")
     code = f"""
 import json, warnings
 from pathlib import Path
@@ -130,6 +131,7 @@ for rows in json.loads({json.dumps(json.dumps([ROWS, RESUMED]))}):
 
 
 def test_wandb_offline_goes_on_with_the_same_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     train("wandb", tmp_path / "run")

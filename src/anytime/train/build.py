@@ -14,7 +14,7 @@ from torch import nn
 from ..optim import scheduled, sf_elementwise, sf_spectral
 from ..optim.base import AnytimeOptimizer
 from ..optim.options import CHECKS
-from .config import Config, OptimizerConfig, Until
+from .config import Config, OptimizerConfig, Until, bare
 from .errors import UserError
 
 OPTIMIZERS: dict[str, type[AnytimeOptimizer]] = {
@@ -34,7 +34,7 @@ OURS = ("name", "schedule", "horizon", "decay_part", "clip")
 def optimizer_class(name: str) -> type[AnytimeOptimizer]:
     """By name, in any case and with or without hyphens."""
     known = {key.lower(): key for key in OPTIMIZERS}
-    said = name.lower().replace("-", "").replace("_", "")
+    said = bare(name)
     if said not in known:
         near = difflib.get_close_matches(said, known, 1, 0.4)
         hint = f"; did you mean {known[near[0]]!r}?" if near else ""

@@ -269,6 +269,11 @@ def preset(name: str) -> dict[str, Any]:
 # ------------------------------------------------- plain values, TOML, merging
 
 
+def bare(name: str) -> str:
+    """An optimizer's name in any spelling: "sf-normuon" is "SFNorMuon"."""
+    return name.lower().replace("-", "").replace("_", "")
+
+
 def nearest(name: str, among: typing.Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(among), 1, 0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
@@ -306,7 +311,7 @@ def merged(base: T, values: Mapping[str, Any], *, path: str = "", source: str = 
     """
     kinds = typing.get_type_hints(type(base))
     changes: dict[str, Any] = {}
-    if isinstance(base, OptimizerConfig) and values.get("name", base.name) != base.name:
+    if isinstance(base, OptimizerConfig) and bare(values.get("name", base.name)) != bare(base.name):
         kept = ("warmup_steps", "schedule", "horizon", "decay_part", "clip")
         base = type(base)(**{name: getattr(base, name) for name in kept})  # another optimizer has other options
     for key, value in values.items():

@@ -130,8 +130,11 @@ class Display:
             self._live.console.print(Text(text, style=style))
         else:
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
-            self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-            self._stream.flush()
+            try:
+                self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+                self._stream.flush()
+            except BrokenPipeError:  # nobody reads any more, as in `… | head`: no reason to stop training
+                self._stream = open(os.devnull, "w", encoding=encoding)  # noqa: SIM115, until the process ends
 
     def _block(self) -> RenderableType:
         """The live block: where the run is, how well, how fast, and how far where that is known."""

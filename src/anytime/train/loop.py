@@ -85,17 +85,18 @@ def train(config: Config, *, listeners: Sequence[Listener] = (), warn: Warn | No
         loop = Loop(run, listeners, warn or (lambda text: None))
         try:
             return loop.go()
-        except KeyboardInterrupt:
-            raise  # at once: what is being written is thrown away
-        except BaseException:
+        except Exception as wrong:  # a second Ctrl-C is none: it does not wait
             loop.writer.wait()
-            raise
-        except torch.OutOfMemoryError as wrong:
+            if not isinstance(wrong, torch.OutOfMemoryError):
+                raise
             now = config.sequences_at_once
-            hint = f"try --micro-batch {max(1, now // 2)}" if now > 1 else "try --recompute, or a smaller model"
+            smaller = max((n for n in range(1, now // 2 + 1) if config.batch_size % n == 0), default=None)
+            hint = "try --recompute, or a smaller model" if smaller is None else f"try --micro-batch {smaller}"
+            last = (
+                "there is no checkpoint yet" if loop.saved is None else f"the last checkpoint is of step {loop.saved}"
+            )
             raise UserError(
-                f"the GPU is out of memory with {now} sequences of {config.model.context} at once: {hint}; "
-                f"nothing is lost, the last checkpoint is of step {loop.saved}"
+                f"the GPU is out of memory with {now} sequences of {config.model.context} at once: {hint}; {last}"
             ) from wrong
 
 

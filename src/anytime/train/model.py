@@ -200,7 +200,7 @@ class GPT(nn.Module):
         rows = torch.arange(batch, device=read.device)[:, None, None, None]
         return sees(rows, rows, place[time - tokens.shape[1] :, None], place)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(
         self,
         tokens: Tensor,

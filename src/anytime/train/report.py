@@ -304,7 +304,7 @@ def _plotly() -> str:
     try:
         offline = importlib.import_module("plotly.offline")
     except ImportError as error:
-        raise UserError('the report needs plotly: pip install "anytime-optim[report]"') from error
+        raise UserError('the report needs plotly: pip install "anytime-optim[train]"') from error
     script: str = offline.get_plotlyjs()
     return script.replace("\r\n", "\n").replace("\r", "\n")  # as browsers read it before they hash it
 

@@ -26,9 +26,10 @@ _LOCK = "lock"
 
 
 def stored_config(folder: Path) -> Config | None:
-    """The settings of the run in a folder; None if there is no run."""
+    """The settings of the run in a folder; None if there is none, or none that got as far as a checkpoint."""
     path = folder / CONFIG
-    return merged(Config(), read_toml(path), source=str(path)) if path.exists() else None
+    begun = path.exists() and checkpoint.kept(folder / "checkpoints")
+    return merged(Config(), read_toml(path), source=str(path)) if begun else None
 
 
 @functools.cache
@@ -56,7 +57,7 @@ class Lines:
         if not self.path.exists():
             return
         kept = []
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 if step is not None and json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
@@ -107,7 +108,7 @@ def read_lines(path: Path) -> list[Row]:
     """The rows of a file of metrics; a torn line is left out."""
     rows: list[Row] = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 rows.append(json.loads(line))
             except ValueError:
@@ -155,7 +156,7 @@ class Run:
                     f"{self.folder} holds a run with other settings ({'; '.join(differences)}): choose another --run, "
                     "leave these settings as they were, or start from it by `anytime branch`"
                 )
-        else:
+        elif not (self.folder / CONFIG).exists():
             # What a process leaves that was killed right here is ours too.
             foreign = [p.name for p in self.folder.iterdir() if p.name != _LOCK and not p.name.endswith(".tmp")]
             if foreign:
