@@ -50,6 +50,15 @@ def test_later_values_win_and_the_rest_stays():
     assert first.until == ""  # what it began from is as it was
 
 
+def test_another_optimizer_begins_with_its_own_options():
+    """Those that a preset chose for the first are not for the second; the trainer's own stay."""
+    first = merged(Config(), {"optimizer": {"betas": [0.4, 0.95], "lr": 0.1, "warmup_steps": 7, "clip": 1}})
+    same = merged(first, {"optimizer": {"name": "sf-normuon", "momentum": 0.5}})
+    assert same.optimizer == replace(first.optimizer, name="sf-normuon", momentum=0.5)
+    other = merged(first, {"optimizer": {"name": "AdamW", "eps": 1e-6}})
+    assert other.optimizer == OptimizerConfig(name="AdamW", eps=1e-6, warmup_steps=7, clip=1.0)
+
+
 def test_merging_nothing_changes_nothing():
     assert merged(Config(seed=4), {}) == Config(seed=4)
     assert merged(Config(seed=4), {"model": {}}) == Config(seed=4)
@@ -67,6 +76,7 @@ def test_merging_nothing_changes_nothing():
         ({"optimizer": {"lr": "0.1"}}, "optimizer.lr is '0.1', must be a number"),
         ({"optimizer": {"lr": True}}, "optimizer.lr is True, must be a number"),
         ({"optimizer": {"warmup_steps": 2.5}}, "optimizer.warmup_steps is 2.5, must be a whole number"),
+        ({"optimizer": {"name": 5}}, "optimizer.name is 5, must be a text"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas is .*, must be a list of 2"),
         ({"optimizer": {"betas": [0.9, 0.9, 0.9]}}, "must be a list of 2"),
         ({"optimizer": {"betas": [0.9, "x"]}}, "optimizer.betas is .*, must be a number"),
@@ -174,7 +184,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 
 def fields_of(kind: type, **fixed: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]]:
     hints = typing.get_type_hints(kind)
-    return {name: fixed.get(name) or values_of(hints[name]) for name in hints}
+    return {name: fixed[name] if name in fixed else values_of(hints[name]) for name in hints}
 
 
 MODELS = st.builds(

@@ -181,6 +181,7 @@ def test_a_shell_is_told_of_the_signal(bench, monkeypatch, capsys, number, statu
 def test_a_second_interrupt_is_not_waited_for(bench, monkeypatch, capsys):
     def twice(self, step):
         if step == 7:
+            self.writer.wait()  # of step 4
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             pytest.fail("it went on")
@@ -210,7 +211,13 @@ def test_a_second_interrupt_leaves_a_save_that_hangs(bench, monkeypatch, capsys)
         return folder
 
     monkeypatch.setattr(checkpoint, "write_checkpoint", write)
-    before_step(monkeypatch, lambda self, step: signal.raise_signal(signal.SIGINT) if step == 6 else None)
+
+    def first(self, step):
+        if step == 6:
+            self.writer.wait()  # of step 4
+            signal.raise_signal(signal.SIGINT)
+
+    before_step(monkeypatch, first)
     try:
         assert bench.command("run", "--until", "9 steps") == 130
     finally:
@@ -303,7 +310,7 @@ def test_killed_at_each_change_of_the_disk(bench, forks, thread, stride):
 
     The writer's life begins from step 4, saves 6 and removes 2; that of the main thread begins from nothing.
     """
-    changes = {"checkpoint_every": 2, "prompt": "one"}
+    changes = {"checkpoint_every": 2, "prompt": "" if thread == "checkpoint" else "one"}
     bench.train("whole", until="8 steps", **changes)
     if thread == "checkpoint":
         bench.train("base", until="4 steps", **changes)

@@ -214,9 +214,11 @@ _GROWING: dict[str, Any] = {
 }
 
 
-def _small(layers: int, width: int, head: int, *, batch: int, warmup: int, **more: Any) -> dict[str, Any]:
-    """A preset below the paper's sizes: its own tokenizer of 4,096, β growing from the end of the warmup."""
-    optimizer = {**_GROWING, "lr": 0.008, "warmup_steps": warmup, "averaging_warmup": warmup, "beta_growth_start": 200}
+def _small(
+    layers: int, width: int, head: int, *, batch: int, lr: float = 0.008, warmup: int = 150, **more: Any
+) -> dict[str, Any]:
+    """A preset below the paper's sizes: its own tokenizer of 4,096, β growing. The rates are from results/."""
+    optimizer = {**_GROWING, "lr": lr, "warmup_steps": warmup, "averaging_warmup": warmup, "beta_growth_start": 200}
     model = {"layers": layers, "width": width, "head": head, "vocabulary": 4096}
     return {"model": model, "optimizer": optimizer, "batch_size": batch, "data": {"path": "data"}, **more}
 
@@ -240,10 +242,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "report": True,
         "threads": 1,
     },
-    "0.5M": _small(5, 64, 32, batch=16, warmup=150),
-    "2M": _small(4, 160, 32, batch=32, warmup=150),
-    "6M": _small(6, 256, 128, batch=32, warmup=150),
-    "12M": _small(6, 384, 128, batch=64, warmup=150, micro_batch=32),
+    "0.5M": _small(5, 64, 32, batch=16, lr=0.016),
+    "2M": _small(4, 160, 32, batch=32, lr=0.016),
+    "6M": _small(6, 256, 128, batch=32, lr=0.016),
+    "12M": _small(6, 384, 128, batch=64, micro_batch=32),
     "30M": _small(9, 512, 128, batch=128, warmup=300, micro_batch=32),
     "125M": {
         "model": {"layers": 12, "width": 768, "head": 128, "vocabulary": 50304},
