@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from anytime.train import Config, merged, preset
 from anytime.train.batches import Batches, Prefetcher
-from anytime.train.evaluate import autocast
+from anytime.train.device import autocast
 from anytime.train.loop import Loop
 from anytime.train.runs import Row, Run, origin
 from anytime.train.shards import write_shard

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import anytime
 from anytime import cli
 from anytime.cli import main
-from anytime.train.config import PRESETS, Config, merged, preset, to_toml
+from anytime.train.config import PRESETS, Config, merged, preset, read_toml, to_toml
 from anytime.train.loop import Result
 from anytime.train.runs import read_lines, stored_config
 from anytime.train.shards import Tokens, write_shard
@@ -218,7 +218,7 @@ def test_arguments_that_cannot_be_read(here, arguments, capsys):
         (["sample", "run", "--temperature", "-1"], "temperature is -1.0"),
         (["sample", "run", "--copies", "0"], "copies"),
         (["eval", "run", "--at", "3"], "run keeps no step 3; it keeps 2, 4"),
-        (["eval", "run", "--data", "nowhere"], "there is no data at nowhere"),
+        (["eval", "run", "--data", "nowhere"], "nowhere does not exist"),
         (["export", "run", "--to", "data"], "data is there already and not empty"),
         (["report"], "name at least one run's folder"),
         (["report", "data"], "there is no metrics.jsonl in data"),
@@ -228,7 +228,10 @@ def test_arguments_that_cannot_be_read(here, arguments, capsys):
         (["branch", "run", "--at", "x"], "--at is 'x', must be a whole number of steps"),
         (["branch", "run", "--at", "-4"], "--at is '-4', must be a whole number of steps"),
         (["branch", "run", "--cooldown", "1.5"], "--cooldown is '1.5'"),
-        (["branch", "run", "--average", "drop"], "average is 'drop', must be 'keep' or 'restart'"),
+        (
+            ["branch", "run", "--average", "drop", "--until", "4 steps"],
+            "average is 'drop', must be 'keep' or 'restart'",
+        ),
         (["branch", "run", "--run", "data"], "data is there already"),
         (["branch", "run", "--run", "b", "--model.width", "64"], "model.width is 64 and was 32"),
         (["data", "nowhere.txt", "--out", "d", "--tokenizer", "bytes"], "the input nowhere.txt does not exist"),
@@ -310,6 +313,16 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_preset(here, 
     optimizer = replace(demo.optimizer, lr=1.0, momentum=0.5)
     wanted = replace(demo, batch_size=6, eval_tokens=99, optimizer=optimizer, preset="demo", run="x")
     assert found == wanted
+
+
+@pytest.mark.parametrize("text", ["[model]\nwidth = 64", "[model]\nhead = 48", "micro_batch = 4\nbatch_size = 12"])
+def test_a_file_is_judged_with_its_preset_not_alone(here, asked, text):
+    """96 wide in heads of 32 is the demo: 64 or heads of 48 fit it, not the defaults."""
+    (here / "c.toml").write_text(text)
+    assert main(["train", "c.toml", "--preset", "demo", "--run", "x"]) == 0
+    assert asked[0] == merged(
+        merged(Config(), preset("demo")), {**read_toml(Path("c.toml")), "preset": "demo", "run": "x"}
+    )
 
 
 def test_arguments_in_one_word(here, asked):

@@ -197,10 +197,10 @@ def test_a_probe_changes_nothing():
 
 def test_all_rules_are_sorted():
     """Those for matrices of hidden layers, and the others: a new rule must be put on its side."""
-    from anytime.diagnostics import _ELEMENTWISE
+    from anytime.optim.rules import ELEMENTWISE
 
-    assert set(RULES) >= set(_ELEMENTWISE)
-    assert set(RULES) - set(_ELEMENTWISE) == {"normuon", "muon", "spectral-sgd", "spectral-descent", "shampoo"}
+    assert set(RULES) >= set(ELEMENTWISE)
+    assert set(RULES) - set(ELEMENTWISE) == {"normuon", "muon", "spectral-sgd", "spectral-descent", "shampoo"}
 
 
 def test_a_step_that_is_left_out_moves_nothing():
@@ -231,6 +231,19 @@ def test_a_rate_of_zero_averages_nothing():
     optimizer.step()
     assert all(torch.equal(before[n].x, i.x) for n, i in iterates(model, optimizer).items())
     assert probe.read()["c"] == 0
+
+
+def test_an_average_that_is_told_to_wait_later():
+    """As in a branch: X stays at Z though there is a sum already."""
+    model, optimizer = make("SFNorMuon", weight_decay=0.3)
+    for step in range(4):
+        set_gradients(model, step)
+        for group in optimizer.param_groups:
+            group["averaging_warmup"] = 100 * (step == 3)
+        probe = Probe(optimizer)
+        optimizer.step()
+    assert probe.read()["c"] == 1
+    assert all(torch.equal(i.x, i.z) for i in iterates(model, optimizer).values())
 
 
 def test_parameters_that_are_not_trained_are_not_watched():

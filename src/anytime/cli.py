@@ -103,7 +103,7 @@ def train(arguments: list[str]) -> int:
     file = _take_first(rest)
     given = _take(rest, "preset", "run", "optimizer.name")
     base = _base(file, given)
-    about = f"{train.__doc__ or ''}\n\nPresets: {', '.join(settings.PRESETS)}."
+    about = f"{inspect.cleandoc(train.__doc__ or '')}\n\nPresets: {', '.join(settings.PRESETS)}."
     return _run(_parse(Config, "train", rest, default=base, about=about))
 
 
@@ -112,6 +112,7 @@ def _base(file: str | None, given: Mapping[str, str]) -> Config:
     from .train.runs import stored_config
 
     values = settings.read_toml(Path(file)) if file is not None else {}
+    settings.merged(Config(), values, source=file or "")  # their types, before any is used
     name = given.get("preset", values.get("preset", ""))
     folder = given.get("run") or values.get("run") or f"runs/{name or 'run'}"
     stored = stored_config(Path(folder))
@@ -174,7 +175,7 @@ def branch(arguments: list[str]) -> int:
             _say(inspect.cleandoc(branch.__doc__ or ""))
             return 0
         raise UserError("name the run to branch from: anytime branch RUN --at STEP")
-    given = _take(rest, "at", "cooldown", "average", "run")
+    given = _take(rest, "at", "cooldown", "average", "run", "until")
     old = stored_config(Path(source))
     if old is None:
         raise UserError(f"{source} is not a run's folder")
@@ -182,10 +183,10 @@ def branch(arguments: list[str]) -> int:
     step = at if at is not None else find_checkpoint(Path(source)).name.removeprefix("step-").lstrip("0")
     folder = given.get("run", f"{source.rstrip('/')}-{'cooldown' if cooldown else 'branch'}-{step}")
     new = _parse(Config, "branch", rest, default=dataclasses.replace(old, run=folder), about=branch.__doc__)
-    before = settings.flat(settings.plain(old))
-    changes: dict[str, Any] = {}
-    for key, value in settings.flat(settings.plain(new)).items():
-        if value != before.get(key) and key != "run":
+    before = settings.flat(dataclasses.asdict(old))
+    changes: dict[str, Any] = {"until": given["until"]} if "until" in given else {}
+    for key, value in settings.flat(dataclasses.asdict(new)).items():
+        if value != before[key] and key != "run":
             table = changes
             *tables, name = key.split(".")
             for inner in tables:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from anytime.train import checkpoint
 from anytime.train import data as data_module
 from anytime.train.batches import Batches, split
 from anytime.train.branch import branch
@@ -118,6 +119,11 @@ def test_what_a_branch_takes_along(run, tmp_path):
     assert config == replace(stored_config(run), run=str(tmp_path / "b"), until="")
     for name in ("resume", "model"):
         assert bits(tensors(tmp_path / "b", 4, name)) == bits(tensors(run, 4, name))
+    folders = [step_folder(tmp_path / "b", 4), step_folder(run, 4)]
+    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert names[0] == names[1]
+    assert "anytime_tokenizer.json" in names[0]
+    assert checkpoint.damage(folders[0]) is None
     old, new = state(run, 4), state(tmp_path / "b", 4)
     for key in ("step", "tokens", "position", "data", "seconds", "groups", "format"):
         assert new[key] == old[key]
@@ -195,6 +201,13 @@ def test_other_data_begin_at_their_beginning(origin, run, tmp_path):
     inputs, targets = split(Batches(tokens, 32, 0).batch(0, 2), torch.device("cpu"))
     with torch.no_grad():
         assert rows(tmp_path / "b", "step")[0]["loss"] == pytest.approx(float(model(inputs, targets)), rel=1e-5)
+
+
+def test_the_sources_evaluation_does_not_judge_the_branch(origin, run, tmp_path):
+    """A loss to stop at is of the branch's own tokens: the first evaluation of its own decides."""
+    assert state(run, 4)["evaluation"]["loss"] < 100
+    changes = {"data": {"path": str(origin / "other")}, "until": "loss 100", "eval_at": [5]}
+    assert train(branch(run, tmp_path / "b", at=4, changes=changes)).step == 5
 
 
 def test_the_same_data_must_be_the_same(origin, run, tmp_path):

@@ -281,8 +281,9 @@ def test_options_are_the_settings_whatever_a_state_brought():
     wanted = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in new.param_groups])
     new.load_state_dict(old.state_dict())
     assert by_rule(new, "normuon")["lr"] == 0.5  # it does bring them
-    options.apply(1.0)
+    assert options.apply(1.0) == 0.25
     assert [{k: v for k, v in g.items() if k != "params"} for g in new.param_groups] == wanted
+    assert options.apply(0.5) == 0.125
 
 
 def test_the_rate_that_is_said_is_the_rate_of_the_step():

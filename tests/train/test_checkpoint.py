@@ -506,7 +506,7 @@ def test_training_goes_on_with_a_full_disk(bench, where):
     for step, warning in zip((4, 6), warnings, strict=True):
         assert warning.startswith(f"the checkpoint of step {step} could not be written to ")
         assert "No space left on device" in warning
-        assert "the last one is of step 2; training goes on" in warning
+        assert "the last checkpoint is of step 2; training goes on" in warning
         assert "\n" not in warning
     assert bench.steps("run") == [2, 8]
     assert all(torch.equal(a, b) for a, b in both(kept, bench.content("run", 2)))
@@ -540,7 +540,7 @@ def test_no_room_for_the_very_first(bench, capsys):
     said = capsys.readouterr()
     assert "there is no checkpoint yet: make room and run the same command again" in said.err
     assert "warning: the checkpoint of step 4 could not be written" in said.out
-    assert "there is none yet; training goes on" in said.out
+    assert "there is no checkpoint yet; training goes on" in said.out
     assert bench.command("run", "--until", "6 steps") == 0
 
 

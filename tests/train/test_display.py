@@ -63,7 +63,7 @@ def test_plain_lines_are_sparse():
         "started  123.6M parameters  cpu",
         "step 2  2k tokens  loss at Y 3.4949  tokens/s 512.3k  MFU 41.0%  |x-z| 3.21  12.3 s",
         "step 2  2k tokens  loss at X 3.2000  perplexity 24.53  12.5 s",
-        "step 2  checkpoint saved in 1.2 s",
+        "step 2  checkpoint, waited 1.2 s",
         "stopped at step 2: until 2 steps",
     ]
 
@@ -150,7 +150,7 @@ def test_on_a_terminal_what_stays_stands_above_the_block():
     shown = stream.getvalue()
     assert "\x1b[?25l" in shown  # the cursor was hidden for the block
     assert "\x1b[?25h" in shown  # and is there again
-    for line in ("checkpoint saved in 1.2 s", "stopped at step 2", "[bold]as it is[/bold]", "warning: mind [this]"):
+    for line in ("checkpoint, waited 1.2 s", "stopped at step 2", "[bold]as it is[/bold]", "warning: mind [this]"):
         assert line in shown
     assert "perplexity 24.53" in shown
 

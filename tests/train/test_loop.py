@@ -648,7 +648,7 @@ def test_a_nan_stops_with_the_last_good_checkpoint(bench, monkeypatch, log_every
     message, good = str(caught.value), (step - 1) // 4 * 4
     assert "\n" not in message
     assert f"the loss is nan at step {step}: stopped" in message
-    assert (f"the last good checkpoint is of step {good};" if good else "there is no checkpoint yet") in message
+    assert (f"the last checkpoint is of step {good};" if good else "there is no checkpoint yet") in message
     assert bench.steps("run") == [4, 8][: good // 4]
     monkeypatch.undo()
     bench.train("run", until="10 steps", log_every=log_every)
@@ -660,7 +660,7 @@ def test_a_nan_by_the_command_line(bench, monkeypatch, capsys):
     before_step(monkeypatch, poison(6))
     assert bench.command("run", "--until", "9 steps") == 1
     said = capsys.readouterr().err
-    assert said.startswith("error: the loss is nan at step 6: stopped, the last good checkpoint is of step 4;")
+    assert said.startswith("error: the loss is nan at step 6: stopped, the last checkpoint is of step 4;")
     assert said.count("\n") == 1
 
 

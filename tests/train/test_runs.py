@@ -196,7 +196,7 @@ def test_a_resume_on_a_full_disk(bench, capsys, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(runs, "write_atomically", full)
-    for until in ("4 steps", "6 steps"):  # the second would change the settings too
+    for until in ("6 steps", "8 steps"):  # the settings change
         assert bench.command("run", "--until", until) == 1
         said = capsys.readouterr().err
         assert said.startswith("error: ")

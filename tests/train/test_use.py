@@ -294,15 +294,21 @@ def test_data_of_validation_tokens_alone(run, origin, tmp_path):
 
 def test_data_that_cannot_judge(run, origin, tmp_path):
     trained = use.load(run)
-    with pytest.raises(UserError, match="there is no data at nowhere"):
+    with pytest.raises(UserError, match="nowhere does not exist"):
         use.evaluate_model(trained, "nowhere")
     (tmp_path / "train").mkdir()
     shutil.copy(origin / "data" / "train-000000.bin", tmp_path / "train")
-    with pytest.raises(UserError, match="has no validation tokens: name some by --data"):
+    with pytest.raises(UserError, match="has no val tokens"):
         use.evaluate_model(trained, str(tmp_path / "train"))
     write_shard(tmp_path / "wide.bin", np.full(100, 300, np.uint16))
     with pytest.raises(UserError, match=r"has token 300 .* vocabulary is 256"):
         use.evaluate_model(trained, str(tmp_path / "wide.bin"))
+
+
+@pytest.mark.parametrize("at_once", [0, -1])
+def test_no_windows_at_once(run, at_once):
+    with pytest.raises(UserError, match=f"at_once is {at_once}"):
+        use.evaluate_model(use.load(run), count=256, at_once=at_once)
 
 
 def test_a_model_smaller_than_its_tokenizer(run, origin):

@@ -16,3 +16,5 @@ RULES: dict[str, Direction] = {
     "sign": Steepest("max"),
     "lion": Steepest("max"),
 }
+#: Rules that do not read a parameter as matrices.
+ELEMENTWISE = ("sf-adamw", "adamw", "sgd", "sign", "lion")

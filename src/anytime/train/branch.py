@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from . import checkpoint
-from .build import optimizer_class
+from .build import optimizer_class, with_horizon
 from .config import Config, Cooldown, flat, merged, plain, to_toml
 from .data import tokenizer_in
 from .errors import UserError
+from .files import write_atomically
 from .runs import CONFIG, find_checkpoint, stored_config
-from .shards import write_atomically
 
 #: What the weights and the optimizer's state are made for, so that it cannot change on the way.
 _KEPT = ("model.", "optimizer.name", "optimizer.momentum_dtype")
@@ -63,6 +63,7 @@ def branch(
             config = dataclasses.replace(config, optimizer=optimizer)
     elif not (changes or {}).get("until"):
         config = dataclasses.replace(config, until="")
+    config = with_horizon(config)
     if to.exists():
         raise UserError(f"{to} is there already: choose another folder for the branch")
     beside = to.with_name(f".{to.name}.new")

@@ -14,6 +14,7 @@ from torch import nn
 from ..optim import scheduled, sf_elementwise, sf_spectral
 from ..optim.base import AnytimeOptimizer
 from ..optim.options import CHECKS
+from ..optim.rules import ELEMENTWISE
 from .config import Config, OptimizerConfig, Until, bare
 from .errors import UserError
 
@@ -98,7 +99,7 @@ class Rates:
             start = o.warmup_steps or 0
             if o.schedule == "wsd":
                 start = max(start, round(o.horizon * (1 - o.decay_part)))
-            part = min(1.0, max(0.0, (done - start) / (o.horizon - start)))
+            part = 1.0 if done >= o.horizon else max(0.0, (done - start) / max(1, o.horizon - start))
             factor = {"cosine": 0.5 + 0.5 * math.cos(math.pi * part), "linear": 1 - part, "wsd": 1 - math.sqrt(part)}[
                 o.schedule
             ]
@@ -121,9 +122,11 @@ class Options:
     def __init__(self, optimizer: AnytimeOptimizer) -> None:
         self.optimizer = optimizer
         self.stated = [{k: v for k, v in group.items() if k in CHECKS} for group in optimizer.param_groups]
+        matrices = [group for group in optimizer.param_groups if group["rule"] not in ELEMENTWISE]
+        self._shown = (matrices or optimizer.param_groups)[0]
 
     def apply(self, factor: float) -> float:
-        """Restores them with the rate times `factor`; the first group's rate."""
+        """Restores them with the rate times `factor`; the rate, of the matrices where there are some."""
         for group, stated in zip(self.optimizer.param_groups, self.stated, strict=True):
             group.update(stated, lr=stated["lr"] * factor)
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self._shown["lr"])

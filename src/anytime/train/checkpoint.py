@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .errors import UserError
-from .shards import write_atomically
+from .files import sync_folder, write_atomically
 from .tokenizer import Tokenizer
 
 SUMS = "checksums.json"
@@ -60,16 +60,6 @@ def name_of(step: int) -> str:
 
 def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes names in a folder last; not every system can."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def digest(path: Path) -> str:
@@ -122,8 +112,10 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         os.rename(beside, final)
         sync_folder(folder)
         write_atomically(folder / LATEST, (final.name + "\n").encode())
-    except (OSError, SafetensorError) as wrong:
+    except Exception as wrong:
         shutil.rmtree(beside, ignore_errors=True)
+        if not isinstance(wrong, (OSError, SafetensorError)):
+            raise
         raise UserError(f"the checkpoint of step {snapshot.step} could not be written to {folder}: {wrong}") from wrong
     return final
 
@@ -146,6 +138,16 @@ def sweep(folder: Path) -> None:
     """Removes what an interrupted write or removal left."""
     for path in (*folder.glob(".step-*.new"), *folder.glob(".step-*.old")):
         shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".*.tmp"):
+        path.unlink()
+
+
+def drop_after(folder: Path, last: Path) -> None:
+    """Removes checkpoints after one, damaged all of them, which would be in the way of those to come."""
+    for path in kept(folder):
+        if step_of(path) > step_of(last):
+            remove(path)
+    write_atomically(folder / LATEST, (last.name + "\n").encode())
 
 
 def newest_whole(folder: Path, warn: Callable[[str], None], *, at: int | None = None) -> Path | None:
@@ -182,7 +184,7 @@ class Writer:
     keep_last: int
     milestone: Callable[[int], bool]
     _thread: threading.Thread | None = None
-    _failed: UserError | None = field(default=None)
+    _failed: Exception | None = field(default=None)
 
     def save(self, snapshot: Snapshot) -> UserError | None:
         """Returns at once unless the last one is still being written; an error is of the one before."""
@@ -197,6 +199,8 @@ class Writer:
             self._thread.join()
             self._thread = None
         failed, self._failed = self._failed, None
+        if failed is not None and not isinstance(failed, UserError):
+            raise failed
         return failed
 
     def _write(self, snapshot: Snapshot) -> None:
@@ -207,6 +211,8 @@ class Writer:
             self._failed = wrong
         except OSError as wrong:
             self._failed = UserError(f"old checkpoints in {self.folder} could not be removed: {wrong}")
+        except Exception as wrong:  # a mistake of ours: raised where training waits
+            self._failed = wrong
 
 
 def prune(folder: Path, keep_last: int, milestone: Callable[[int], bool]) -> None:

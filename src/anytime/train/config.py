@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 import sys
 import types
@@ -181,15 +182,20 @@ class Until:
         said = text.strip().lower()
         if not said:
             return cls()
-        number = r"([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?[0-9]+)?)"
-        found = re.fullmatch(rf"{number}\s*(steps?|tokens?|[kmb]\s*tokens?|h|hours?|min|minutes?|s|seconds?)", said)
-        loss = re.fullmatch(rf"loss\s*(?:<=?|=)?\s*{number}", said)
-        if found is None and loss is None:
-            raise UserError(f"until is {text!r}: say '600 steps', '1e9 tokens', '2 h', 'loss 3.2', or nothing")
+        part = r"\.?[0-9]*(?:e[+-]?[0-9]+)?"
+        found = re.fullmatch(
+            rf"([0-9]+(?:[_,][0-9]+)*{part})\s*(steps?|tokens?|[kmb]\s*tokens?|h|hours?|min|minutes?|s|seconds?)", said
+        )
+        loss = re.fullmatch(rf"(loss)\s*(?:<=?|=)?\s*([0-9]+{part})", said)
+        value = math.inf
         if loss is not None:
-            return cls("loss", float(loss[1]))
-        assert found is not None
-        value, unit = float(found[1].replace("_", "").replace(",", "")), found[2]
+            value, unit = float(loss[2]), "loss"
+        elif found is not None:
+            value, unit = float(found[1].replace("_", "").replace(",", "")), found[2]
+        if not math.isfinite(value):
+            raise UserError(f"until is {text!r}: say '600 steps', '1e9 tokens', '2 h', 'loss 3.2', or nothing")
+        if unit == "loss":
+            return cls("loss", value)
         if unit.startswith("step"):
             if value != int(value):
                 raise UserError(f"until is {text!r}: the number of steps must be whole")
@@ -202,7 +208,8 @@ class Until:
         """How much of the way is done, where that can be told."""
         if self.kind is None or self.kind == "loss":
             return None
-        return min(1.0, {"steps": step, "tokens": tokens, "seconds": seconds}[self.kind] / max(self.value, 1e-9))
+        done = {"steps": step, "tokens": tokens, "seconds": seconds}[self.kind]
+        return min(1.0, done / self.value) if self.value else 1.0
 
 
 # ------------------------------------------------------------------ presets
@@ -313,7 +320,9 @@ def merged(base: T, values: Mapping[str, Any], *, path: str = "", source: str = 
     """
     kinds = typing.get_type_hints(type(base))
     changes: dict[str, Any] = {}
-    if isinstance(base, OptimizerConfig) and bare(values.get("name", base.name)) != bare(base.name):
+    if not isinstance(values, Mapping):
+        raise UserError(f"{source}: {path.rstrip('.') or 'this'} is {values!r}, must be a table of settings")
+    if isinstance(base, OptimizerConfig) and bare(str(values.get("name", base.name))) != bare(base.name):
         kept = ("warmup_steps", "schedule", "horizon", "decay_part", "clip")
         base = type(base)(**{name: getattr(base, name) for name in kept})  # another optimizer has other options
     for key, value in values.items():
@@ -321,8 +330,6 @@ def merged(base: T, values: Mapping[str, Any], *, path: str = "", source: str = 
             raise UserError(f"{source}: there is no setting {path + key!r}{nearest(key, kinds)}")
         old = getattr(base, key)
         if dataclasses.is_dataclass(old):
-            if not isinstance(value, Mapping):
-                raise UserError(f"{source}: {path + key} is {value!r}, must be a table of settings")
             changes[key] = merged(old, value, path=f"{path}{key}.", source=source)
             continue
         try:
@@ -352,12 +359,21 @@ def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return found
 
 
+def _toml(value: Any) -> str:
+    """As JSON writes it, which is TOML but for the numbers that are none and one character."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def to_toml(config: Any) -> str:
-    """Tables of numbers, truths, texts and lists of them; JSON writes those as TOML does."""
+    """Tables of numbers, truths, texts and lists of them."""
     values = plain(config)
     top = {k: v for k, v in values.items() if not isinstance(v, dict)}
     tables = [("", top), *((f"\n[{k}]\n", v) for k, v in values.items() if isinstance(v, dict))]
-    return "".join(head + "".join(f"{k} = {json.dumps(v)}\n" for k, v in table.items()) for head, table in tables)
+    return "".join(head + "".join(f"{k} = {_toml(v)}\n" for k, v in table.items()) for head, table in tables)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -60,6 +60,16 @@ def tokenizer_in(folder: Path) -> Tokenizer | None:
     return Tokenizer.load(folder) if there else None
 
 
+def check_vocabulary(tokenizer: Tokenizer | None, vocabulary: int) -> None:
+    """That the model has a place for every id of the data's tokenizer."""
+    if tokenizer is not None and tokenizer.vocabulary > vocabulary:
+        size = tokenizer.vocabulary
+        raise UserError(
+            f"the data's tokenizer has {size} ids, the model a vocabulary of {vocabulary}: set "
+            f"--model.vocabulary {-(-size // 64) * 64}, or prepare the data with another tokenizer"
+        )
+
+
 def write_python(folder: Path) -> None:
     """The *.py files of the running Python's standard library as bytes, one file in ten held out.
 

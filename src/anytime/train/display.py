@@ -69,7 +69,7 @@ class Display:
         elif kind == "eval":
             self._say(_line(row, *_scores(row), ("", _time(row))), "bold")
         elif kind == "checkpoint":
-            self._say(_line(row, ("checkpoint saved in", _seconds(row.get("save_seconds")))), "dim")
+            self._say(_line(row, ("checkpoint, waited", _seconds(row.get("save_seconds")))), "dim")
         elif kind == "stop":
             self._say(f"stopped at step {row['step']:,}: {row.get('reason', '')}")
         elif kind == "speed" and self._live is None:

@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-class UserError(ValueError):
+class UserError(Exception):
     """Something a user can mend: the message is one line, says what is wrong, and what to do."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .batches import split, validation_windows, windows
+from .device import autocast
 from .shards import Tokens
 from .tokenizer import Tokenizer
 
@@ -29,12 +29,6 @@ class Evaluation:
         return {k: v for k, v in asdict(self).items() if v is not None and k != "tokens"}
 
 
-def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """bfloat16 for the products where asked for; "auto" is on CUDA."""
-    narrow = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
-    return torch.autocast(device.type, torch.bfloat16) if narrow else contextlib.nullcontext()
-
-
 @torch.no_grad()
 def evaluate(
     loss: Callable[[Tensor, Tensor], Tensor] | nn.Module,
@@ -50,18 +44,16 @@ def evaluate(
 ) -> Evaluation:
     """On the first `count` tokens, in windows of `context`, `at_once` of them at a time."""
     starts = validation_windows(tokens, context, max(1, count // context))
-    at_once = min(at_once, len(starts))
-    starts = starts[: len(starts) // at_once * at_once]  # one shape, one compilation
     total = torch.zeros((), dtype=torch.float64, device=device)
     lengths = torch.from_numpy(tokenizer.byte_lengths()).to(device) if tokenizer is not None else None
     seen = torch.zeros((), dtype=torch.int64, device=device)
     for i in range(0, len(starts), at_once):
         inputs, targets = split(windows(tokens, starts[i : i + at_once], context, vocabulary), device)
         with autocast(device, precision):
-            total += loss(inputs, targets)
+            total += loss(inputs, targets).double() * len(inputs)
         if lengths is not None:
             seen += lengths[targets.clamp(max=len(lengths) - 1)].sum()
-    mean = float(total) / (len(starts) // at_once)
+    mean = float(total) / len(starts)
     size, count_of_bytes = len(starts) * context, int(seen)
     bits = mean * size / math.log(2) / count_of_bytes if count_of_bytes else None
     return Evaluation(mean, math.exp(min(mean, 700.0)), bits, size)

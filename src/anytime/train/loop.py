@@ -9,14 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from types import FrameType
 
 import torch
 from torch import Tensor
@@ -27,17 +23,16 @@ from .batches import Batches, Prefetcher
 from .build import Options, Rates, build_optimizer, with_horizon
 from .checkpoint import Snapshot, Writer
 from .config import Config, Until, plain
-from .data import Data, open_data
+from .data import check_vocabulary, open_data
+from .device import autocast, choose_device, device_name, peak
 from .errors import UserError
-from .evaluate import Evaluation, autocast, evaluate
-from .model import GPT, ModelConfig
+from .evaluate import Evaluation, evaluate
+from .model import GPT
 from .runs import Row, Run, origin
+from .signals import Stop
 
 Listener = Callable[[Row], None]
 Warn = Callable[[str], None]
-
-#: Dense bf16 operations a second, by a part of the device's name; for the share of it that is used.
-PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "4090": 165e12}
 
 
 @dataclass(frozen=True)
@@ -51,30 +46,6 @@ class Result:
     evaluation: Evaluation | None
 
 
-class Stop:
-    """Ctrl-C and SIGTERM ask for a stop after the step at hand; a second Ctrl-C is not waited for."""
-
-    def __init__(self) -> None:
-        self.asked: str | None = None
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = signal.Signals(number).name
-
-    @contextmanager
-    def listening(self) -> Iterator[Stop]:
-        if threading.current_thread() is not threading.main_thread():  # only there can signals be had
-            yield self
-            return
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
 def train(config: Config, *, listeners: Sequence[Listener] = (), warn: Warn | None = None) -> Result:
     """Trains the run in config.run, from where it stands, until config.until; see Config for all settings.
 
@@ -83,6 +54,7 @@ def train(config: Config, *, listeners: Sequence[Listener] = (), warn: Warn | No
     config = with_horizon(config)
     with Run(config) as run:
         loop = Loop(run, listeners, warn or (lambda text: None))
+        run.begin()
         try:
             return loop.go()
         except Exception as wrong:  # a second Ctrl-C is none: it does not wait
@@ -92,23 +64,10 @@ def train(config: Config, *, listeners: Sequence[Listener] = (), warn: Warn | No
             now = config.sequences_at_once
             smaller = max((n for n in range(1, now // 2 + 1) if config.batch_size % n == 0), default=None)
             hint = "try --recompute, or a smaller model" if smaller is None else f"try --micro-batch {smaller}"
-            last = (
-                "there is no checkpoint yet" if loop.saved is None else f"the last checkpoint is of step {loop.saved}"
-            )
             raise UserError(
-                f"the GPU is out of memory with {now} sequences of {config.model.context} at once: {hint}; {last}"
+                f"the GPU is out of memory with {now} sequences of {config.model.context} at once: {hint}; "
+                f"{loop.last_saved()}"
             ) from wrong
-
-
-def choose_device(name: str) -> torch.device:
-    if not name:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as wrong:
-        raise UserError(f"device is {name!r}, which is not here: {str(wrong).splitlines()[0]}") from None
-    return device
 
 
 class Loop:
@@ -122,7 +81,7 @@ class Loop:
             torch.set_num_threads(config.threads)
         self.device = choose_device(config.device)
         self.data = open_data(config.data, run.data)
-        check_vocabulary(self.data, config.model)
+        check_vocabulary(self.data.tokenizer, config.model.vocabulary)
         if self.data.validation is None and (config.eval_per_doubling or config.eval_every or config.eval_at):
             raise UserError(
                 f"{config.data.path} has no validation tokens: give some by --data.validation, or turn evaluation off "
@@ -130,6 +89,8 @@ class Loop:
             )
         if self.until.kind == "loss" and self.data.validation is None:
             raise UserError("until a loss needs validation tokens: give some by --data.validation")
+        if config.prompt and not (self.data.tokenizer is not None and self.data.tokenizer.encode(config.prompt)):
+            raise UserError(f"prompt is {config.prompt!r}: it needs a --data.tokenizer that makes tokens of it")
         separator = None
         if config.data.documents:
             separator = self.data.tokenizer.end if self.data.tokenizer is not None else None
@@ -152,8 +113,9 @@ class Loop:
         self.evaluation: Evaluation | None = None
         self.evaluated = -1  # the step of the last evaluation
         self._restore()
-        last = self.rates.last_step
-        if last is not None and self.until.kind == "steps" and self.until.value > last:
+        last, per_step = self.rates.last_step, config.batch_size * config.model.context
+        asked = {"steps": self.until.value, "tokens": self.step + (self.until.value - self.tokens) / per_step}
+        if last is not None and math.ceil(asked.get(self.until.kind or "", 0.0)) > last:
             raise UserError(
                 f"the rate is zero from step {last} on: a schedule cannot be extended to {config.until}; "
                 "branch from an earlier step, or start a run with a later --optimizer.horizon"
@@ -174,12 +136,9 @@ class Loop:
                     f"no checkpoint in {self.run.checkpoints} is whole: restore one from a backup, or remove the "
                     "folder to start over"
                 )
-            self.run.metrics.cut(None)
-            self.run.samples.cut(None)
+            self.run.cut(None)
             return
-        for path in there:
-            if checkpoint.step_of(path) > checkpoint.step_of(found):
-                checkpoint.remove(path)  # damaged, and in the way of the one that will be written there
+        checkpoint.drop_after(self.run.checkpoints, found)
         state = checkpoint.read_state(found)
         tensors = checkpoint.read_tensors(found / "resume.safetensors")
         self.model.load_state_dict(checkpoint.weights(tensors))
@@ -195,8 +154,7 @@ class Loop:
         if state["evaluation"] is not None:
             self.evaluation = Evaluation(**state["evaluation"])
             self.evaluated = state["evaluated"]
-        self.run.metrics.cut(self.step)
-        self.run.samples.cut(self.step)
+        self.run.cut(self.step)
 
     def _snapshot(self) -> Snapshot:
         packed = self.optimizer.state_dict()
@@ -207,7 +165,7 @@ class Loop:
             "tokens": self.tokens,
             "position": self.position,
             "data": self.data.train.fingerprint(),
-            "seconds": self.seconds,
+            "seconds": self._total_seconds(),
             "evaluation": None if self.evaluation is None else dataclasses.asdict(self.evaluation),
             "evaluated": self.evaluated,
             "groups": packed["param_groups"],
@@ -222,7 +180,7 @@ class Loop:
             copied.record()
         texts = {
             "state.json": json.dumps(state, indent=1),
-            "config.json": model_card(self.config.model, self.step, self.tokens),
+            "config.json": model_card(self.model, self.step, self.tokens),
         }
         return Snapshot(self.step, tensors, texts, self.data.tokenizer, copied)
 
@@ -232,15 +190,14 @@ class Loop:
             return
         self._flush()
         began = time.perf_counter()
-        if self.config.prompt and self.data.tokenizer is not None:
+        if self.config.prompt:
             self.run.samples.add({"step": self.step, **self._sample(self.config.prompt)})
             self._disk(self.run.samples.flush(sync=True))
-        snapshot = self._snapshot()
-        self._disk(self.writer.save(snapshot))
+        self._disk(self.run.metrics.flush(sync=True))
+        self._disk(self.writer.save(self._snapshot()))
         self.saved = self.step
         waited = time.perf_counter() - began
         self._emit({"kind": "checkpoint", **self._now(), "save_seconds": round(waited, 4)})
-        self._disk(self.run.metrics.flush(sync=True))
 
     def _sample(self, prompt: str, count: int = 200) -> Row:
         tokenizer = self.data.tokenizer
@@ -254,9 +211,14 @@ class Loop:
     def _disk(self, wrong: Exception | None) -> None:
         """A disk that takes nothing more is no reason to lose the run: it goes on, and tries again next time."""
         if wrong is not None:
-            kept = [checkpoint.step_of(path) for path in checkpoint.kept(self.run.checkpoints)]
-            last = f"the last one is of step {kept[0]}" if kept else "there is none yet"
-            self.warn(f"{wrong}; {last}; training goes on and the next checkpoint will be tried: make room")
+            self.warn(
+                f"{wrong}; {self.last_saved()}; training goes on and the next checkpoint will be tried: make room"
+            )
+
+    def last_saved(self) -> str:
+        """In words."""
+        kept = checkpoint.kept(self.run.checkpoints)
+        return f"the last checkpoint is of step {checkpoint.step_of(kept[0])}" if kept else "there is no checkpoint yet"
 
     # ------------------------------------------------------------------ metrics
 
@@ -290,11 +252,9 @@ class Loop:
             if not math.isfinite(read[0][i]) and self.config.on_nan == "stop":
                 self._disk(self.run.metrics.flush())
                 failed = self.writer.wait()
-                whole = [checkpoint.step_of(path) for path in checkpoint.kept(self.run.checkpoints)]
-                last = f"the last good checkpoint is of step {whole[0]}" if whole else "there is no checkpoint yet"
                 note = "" if failed is None else f"; {failed}"
                 raise UserError(
-                    f"the loss is {read[0][i]} at step {step}: stopped, {last}{note}; "
+                    f"the loss is {read[0][i]} at step {step}: stopped, {self.last_saved()}{note}; "
                     "start over or branch with a lower --optimizer.lr or with --optimizer.clip 1, or leave such steps "
                     "out by --on-nan skip"
                 )
@@ -308,10 +268,8 @@ class Loop:
         row = {"kind": "speed", **self._now(), "tokens_per_second": round((self.tokens - tokens) / elapsed, 1)}
         row["data_wait"] = round(self._waited / elapsed, 5)
         if self.device.type == "cuda":
-            name = torch.cuda.get_device_name(self.device)
-            peak = next((peak for part, peak in PEAKS.items() if part in name), None)
-            if peak is not None:
-                row["mfu"] = round(row["tokens_per_second"] * self.config.model.flops_per_token / peak, 4)
+            if (most := peak(self.device)) is not None:
+                row["mfu"] = round(row["tokens_per_second"] * self.config.model.flops_per_token / most, 4)
             row["memory"] = torch.cuda.max_memory_allocated(self.device)
         self._emit(row)
         self._disk(self.run.metrics.flush())
@@ -322,9 +280,12 @@ class Loop:
     def go(self) -> Result:
         """Trains until the end, a signal, or an error; what is there then is saved."""
         started = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
         model = self.config.model
-        about = {"device": device, "parameters": model.parameters, "flops_per_token": model.flops_per_token}
+        about = {
+            "device": device_name(self.device),
+            "parameters": model.parameters,
+            "flops_per_token": model.flops_per_token,
+        }
         self._clock = time.perf_counter()
         self._emit({"kind": "start", **self._now(), "time": started, **origin(), **about})
         batches = Batches(self.data.train, model.context, self.config.seed, model.vocabulary)
@@ -338,12 +299,9 @@ class Loop:
                 if self.step % self.config.log_every == 0:
                     self._flush()
                     self._speed()
-                if stop.asked is not None:
-                    reason = stop.asked
-                    break
                 if self._evaluation_due():
                     self._evaluate()
-                reason = self._reached()
+                reason = stop.asked or self._reached()
                 if reason is None and self._checkpoint_due():
                     self._save()
             if stop.asked is None and self._evaluates_at_all() and self.evaluated != self.step:
@@ -354,9 +312,7 @@ class Loop:
         self._emit({"kind": "stop", **self._now(), "reason": reason})
         lines = self.run.metrics.flush(sync=True)
         if failed is not None or lines is not None:
-            kept = [checkpoint.step_of(path) for path in checkpoint.kept(self.run.checkpoints)]
-            last = f"the last checkpoint is of step {kept[0]}" if kept else "there is no checkpoint yet"
-            raise UserError(f"{failed or lines}; {last}: make room and run the same command again")
+            raise UserError(f"{failed or lines}; {self.last_saved()}: make room and run the same command again")
         return Result(self.step, self.tokens, self.seconds, reason, self.evaluation)
 
     def _train_step(self, source: Iterator[tuple[Tensor, Tensor]]) -> None:
@@ -393,6 +349,8 @@ class Loop:
             there = self.evaluation is not None and self.evaluation.loss <= until.value
         else:
             there = until.fraction(self.step, self.tokens, self._total_seconds()) == 1.0
+        if not there and self.rates.last_step is not None and self.step >= self.rates.last_step:
+            return "the rate is zero"
         return f"until {self.config.until}" if there else None
 
     # -------------------------------------------------------------- evaluation
@@ -440,16 +398,8 @@ def log_spaced(step: int, per_doubling: int, first: int = 8) -> bool:
     return any(round(2 ** ((nearest + i) / per_doubling)) == step for i in (-1, 0, 1))
 
 
-def check_vocabulary(data: Data, model: ModelConfig) -> None:
-    if data.tokenizer is not None and data.tokenizer.vocabulary > model.vocabulary:
-        size = data.tokenizer.vocabulary
-        raise UserError(
-            f"the data's tokenizer has {size} ids, the model a vocabulary of {model.vocabulary}: set "
-            f"--model.vocabulary {-(-size // 64) * 64}, or prepare the data with another tokenizer"
-        )
-
-
-def model_card(model: ModelConfig, step: int, tokens: int) -> str:
+def model_card(model: GPT, step: int, tokens: int) -> str:
     """What it takes to build the model, and where it comes from."""
-    card = {"architecture": "anytime.train.GPT", "model": plain(model), "step": step, "tokens": tokens, **origin()}
+    card = {"architecture": "anytime.train.GPT", "model": plain(model.config), "separator": model.separator}
+    card |= {"step": step, "tokens": tokens, **origin()}
     return json.dumps(card, indent=1)

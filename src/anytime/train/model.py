@@ -173,7 +173,7 @@ class GPT(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         cos, sin = self.cos[start:end].to(x.dtype), self.sin[start:end].to(x.dtype)
         for i, block in enumerate(self.blocks):
-            if self.recompute and torch.is_grad_enabled():
+            if self.recompute and cache is None and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, mask, use_reentrant=False)
             else:
                 x = block(x, cos, sin, mask, None if cache is None else (cache, i))

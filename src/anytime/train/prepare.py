@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 
 from .errors import UserError
-from .shards import Integers, ShardWriter, unreadable, write_atomically
+from .files import write_atomically
+from .shards import Integers, ShardWriter, unreadable
 from .sources import Part, Piece, batched, cut, pieces
 from .tokenizer import Tokenizer, open_tokenizer
 from .tokenizer import train_tokenizer as train

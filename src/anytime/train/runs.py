@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -18,7 +18,7 @@ from ..version import __version__
 from . import checkpoint
 from .config import Config, changed, merged, read_toml, to_toml
 from .errors import UserError
-from .shards import write_atomically
+from .files import write_atomically
 
 Row = dict[str, Any]
 CONFIG = "config.toml"
@@ -57,13 +57,15 @@ class Lines:
         if not self.path.exists():
             return
         kept = []
-        for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        there = self.path.read_text(encoding="utf-8", errors="replace")
+        for line in there.split("\n"):
             try:
                 if step is not None and json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
                 continue
-        write_atomically(self.path, "".join(kept).encode())
+        if "".join(kept) != there:
+            write_atomically(self.path, "".join(kept).encode())
 
     def add(self, row: Mapping[str, Any]) -> None:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
@@ -122,11 +124,9 @@ class Run:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.folder = Path(config.run)
-        try:
+        with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._take()
-        except OSError as wrong:
-            raise UserError(f"cannot write to the run's folder {self.folder}: {wrong.strerror or wrong}") from None
         try:
             self._settle()
         except BaseException:
@@ -163,15 +163,31 @@ class Run:
                 raise UserError(
                     f"{self.folder} is not a run's ({', '.join(sorted(foreign)[:3])}): choose another --run"
                 )
-        try:
-            for path in self.folder.glob(".*.tmp"):
-                path.unlink()
-            if stored != self.config:
+        with self._writing():
+            if stored is None:
                 write_atomically(self.folder / CONFIG, to_toml(self.config).encode())
             self.checkpoints.mkdir(exist_ok=True)
-            checkpoint.sweep(self.checkpoints)
+            for folder in (self.folder, self.checkpoints, self.data):
+                checkpoint.sweep(folder)
+
+    def begin(self) -> None:
+        """Takes the settings for the run's own, once they have shown to work."""
+        with self._writing():
+            if stored_config(self.folder) != self.config:
+                write_atomically(self.folder / CONFIG, to_toml(self.config).encode())
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as wrong:
             raise UserError(f"cannot write to the run's folder {self.folder}: {wrong.strerror or wrong}") from None
+
+    def cut(self, step: int | None) -> None:
+        """Removes rows of metrics and samples past a step, all if None."""
+        with self._writing():
+            self.metrics.cut(step)
+            self.samples.cut(step)
 
     @property
     def checkpoints(self) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UserError
+from .files import publish, temporary
 
 Split: TypeAlias = Literal["train", "val"]
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
@@ -160,7 +160,7 @@ class ShardWriter:
         self.path = path
         self.count = 0
         self._magic, self._version, self._dtype = _WIDE if wide else _NARROW
-        self._temporary = _temporary(path)
+        self._temporary = temporary(path)
         self._file: BinaryIO = self._temporary.open("w+b")
         self._file.write(bytes(_HEADER))
 
@@ -194,7 +194,7 @@ class ShardWriter:
         header[:3] = self._magic, self._version, self.count
         self._file.seek(0)
         self._file.write(header.data)
-        _publish(self._file, self._temporary, self.path)
+        publish(self._file, self._temporary, self.path)
 
     def discard(self) -> None:
         """Leaves nothing behind, unless it was committed before."""
@@ -212,36 +212,7 @@ def write_shard(path: Path, tokens: Integers, wide: bool = False) -> None:
         writer.discard()
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a small file; it appears complete or not at all."""
-    temporary = _temporary(path)
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            _publish(file, temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def unreadable(path: Path, error: Exception) -> UserError:
     """The error for a file that the system does not let us read."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return UserError(f"{path} cannot be read: {reason}")
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
-def _publish(file: BinaryIO, temporary: Path, path: Path) -> None:
-    """Flushes to the disk before the rename, and the rename after it: a power cut tears nothing either."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-    os.replace(temporary, path)
-    if sys.platform != "win32":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

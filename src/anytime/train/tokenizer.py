@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UserError
-from .shards import Integers, unreadable, write_atomically
+from .files import write_atomically
+from .shards import Integers, unreadable
 
 END = "<|endoftext|>"
 ABOUT = "anytime_tokenizer.json"

@@ -12,14 +12,15 @@ import torch
 from safetensors.torch import save_file
 
 from . import checkpoint
-from .config import Config, DataConfig, merged
-from .data import Data, open_data, tokenizer_in
+from .config import merged
+from .data import check_vocabulary, open_data, tokenizer_in
+from .device import autocast, choose_device
 from .errors import UserError
-from .evaluate import Evaluation, autocast, evaluate
-from .loop import check_vocabulary, choose_device
+from .evaluate import Evaluation, evaluate
+from .files import write_atomically
 from .model import GPT, ModelConfig
 from .runs import find_checkpoint, stored_config
-from .shards import write_atomically
+from .shards import Tokens
 from .tokenizer import Tokenizer
 
 _MODEL = "model.safetensors"
@@ -50,12 +51,10 @@ def load(path: Path | str, *, at: int | None = None, device: str = "") -> Traine
     folder = find_checkpoint(Path(path), at)
     try:
         card = json.loads((folder / _CARD).read_text(encoding="utf-8"))
-        config = merged(ModelConfig(), card["model"], source=str(folder / _CARD))
+        config = merged(ModelConfig(), dict(card["model"]), source=str(folder / _CARD))
     except (OSError, ValueError, KeyError, TypeError) as wrong:
-        if isinstance(wrong, UserError):
-            raise
         raise UserError(f"{folder / _CARD} does not describe a model of this library: {wrong}") from None
-    model = GPT(config)
+    model = GPT(config, separator=card.get("separator"))
     tensors = checkpoint.read_tensors(folder / _MODEL)
     try:
         model.load_state_dict(tensors)
@@ -78,6 +77,8 @@ def sample(
 ) -> list[str]:
     """Texts that go on from the prompt, without it; each ends where the model ends its document."""
     tokenizer = trained.needs_tokenizer()
+    if copies < 1 or count < 0:
+        raise UserError(f"copies is {copies}, must be at least 1; count is {count}, must be 0 or more")
     start = tokenizer.encode(prompt) or ([] if tokenizer.end is None else [tokenizer.end])
     tokens = torch.tensor([start] * copies, device=trained.device)
     generator = torch.Generator(trained.device).manual_seed(seed)
@@ -97,31 +98,32 @@ def evaluate_model(
 ) -> Evaluation:
     """On the validation tokens at `data`; by default those of the run the model belongs to."""
     config = trained.model.config
-    opened = _data_of(trained, data)
-    if opened.validation is None:
-        raise UserError(f"{data or 'the data of the run'} has no validation tokens: name some by --data")
-    check_vocabulary(opened, config)
+    validation, tokenizer = _validation(trained, data)
+    check_vocabulary(tokenizer, config.vocabulary)
     return evaluate(
         trained.model,
-        opened.validation,
+        validation,
         context=config.context,
         vocabulary=config.vocabulary,
         count=count,
         at_once=at_once,
         device=trained.device,
         precision=precision,
-        tokenizer=opened.tokenizer or trained.tokenizer,
+        tokenizer=tokenizer or trained.tokenizer,
     )
 
 
-def _data_of(trained: Trained, data: str) -> Data:
+def _validation(trained: Trained, data: str) -> tuple[Tokens, Tokenizer | None]:
     if data:
-        return open_data(DataConfig(path=data, validation="" if Path(data).is_dir() else data), Path(data))
-    run = trained.folder.parent.parent
-    config: Config | None = stored_config(run)
+        return Tokens.open(data, "val"), tokenizer_in(Path(data))
+    run = trained.folder.resolve().parent.parent
+    config = stored_config(run)
     if config is None:
         raise UserError(f"{trained.folder} does not belong to a run: name the data by --data")
-    return open_data(config.data, run / "data")
+    opened = open_data(config.data, run / "data")
+    if opened.validation is None:
+        raise UserError(f"{config.data.path} has no validation tokens: name some by --data")
+    return opened.validation, opened.tokenizer
 
 
 def export(trained: Trained, to: Path, *, dtype: str = "float32") -> Path:

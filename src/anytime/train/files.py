@@ -1,0 +1,43 @@
+"""Files that appear complete or not at all, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes a small file; it appears complete or not at all."""
+    beside = temporary(path)
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            publish(file, beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def temporary(path: Path) -> Path:
+    """The name a file has until it is complete."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def publish(file: BinaryIO, beside: Path, path: Path) -> None:
+    """Flushes to the disk before the rename, and the rename after it: a power cut tears nothing either."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+    os.replace(beside, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes names in a folder last; Windows cannot."""
+    if sys.platform != "win32":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
