@@ -18,6 +18,7 @@ from anytime import cli
 from anytime.cli import main
 from anytime.train.config import PRESETS, Config, merged, preset, read_toml, to_toml
 from anytime.train.loop import Result
+from anytime.train.prepare import Count, Summary
 from anytime.train.runs import read_lines, stored_config
 from anytime.train.shards import Tokens, write_shard
 from anytime.train.tokenizer import BytesTokenizer
@@ -565,6 +566,23 @@ def test_data_and_then_training_on_it(here, kind, tokenizer, vocabulary, capsys)
     capsys.readouterr()
     assert main(["sample", "new", "--prompt", "Document", "--count", "5"]) == 0
     assert capsys.readouterr().out.startswith("Document")
+
+
+def test_every_argument_of_data_arrives(here, monkeypatch, capsys):
+    asked = {}
+
+    def prepare(inputs, out, tokenizer, *, progress, **more):
+        asked.update(more, inputs=inputs, out=out, tokenizer=tokenizer)
+        return Summary(out, 7, None, Count(1000), Count(20))
+
+    monkeypatch.setattr(sys.modules["anytime.train.prepare"], "prepare", prepare)
+    words = "a.txt b.txt --out o --tokenizer bytes --train-tokenizer 300 --val-every 17 --val c.txt d.txt --text-key k"
+    assert main(["data", *words.split(), "--separator", "##", "--workers", "3", "--limit-tokens", "99"]) == 0
+    assert asked == {
+        "inputs": ("a.txt", "b.txt"), "out": Path("o"), "tokenizer": "bytes", "train_tokenizer": 300, "val_every": 17,
+        "val_inputs": ("c.txt", "d.txt"), "text_key": "k", "separator": "##", "workers": 3, "limit_tokens": 99,
+    }  # fmt: skip
+    assert "1,000 tokens to train on and 20 for validation in o (vocabulary 7)" in capsys.readouterr().out
 
 
 def test_data_with_validation_of_its_own_and_a_limit(here, capsys):

@@ -23,7 +23,21 @@ _SIGNALS = {"SIGINT": 130, "SIGTERM": 143}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 done, 1 something to mend (said in one line), 2 a wrong command, 128 + n after a signal."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _main(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except UserError as wrong:
+        _say(f"error: {wrong}", sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `anytime … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         _say(_overview())
         return 0 if arguments else 2
@@ -36,16 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         _say(f"error: there is no command {name!r}{settings.nearest(name, COMMANDS)}\n\n{_overview()}", sys.stderr)
         return 2
-    try:
-        return COMMANDS[name](rest) or 0
-    except UserError as wrong:
-        _say(f"error: {wrong}", sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `anytime … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return COMMANDS[name](rest)
 
 
 def _say(text: str, stream: Any = None) -> None:
@@ -69,18 +74,19 @@ def _parse(what: Any, command: str, arguments: Sequence[str], *, default: Any = 
 
 
 def _take(arguments: list[str], *names: str) -> dict[str, str]:
-    """Removes `--name value` and `--name=value` from the arguments."""
+    """Removes `--name value` and `--name=value` from the arguments; the last of several counts."""
     found: dict[str, str] = {}
-    for name in names:
-        for i, argument in enumerate(arguments):
-            if argument == f"--{name}" and i + 1 < len(arguments):
-                found[name] = arguments[i + 1]
-                del arguments[i : i + 2]
-                break
-            if argument.startswith(f"--{name}="):
-                found[name] = argument.partition("=")[2]
-                del arguments[i]
-                break
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or name not in names:
+            kept.append(argument)
+        elif equals or (value := next(rest, "")):
+            found[name] = value
+        else:
+            raise UserError(f"--{name} needs a value")
+    arguments[:] = kept
     return found
 
 
@@ -112,7 +118,7 @@ def _base(file: str | None, given: Mapping[str, str]) -> Config:
     from .train.runs import stored_config
 
     values = settings.read_toml(Path(file)) if file is not None else {}
-    settings.merged(Config(), values, source=file or "")  # their types, before any is used
+    settings.merged(Config(), {key: values[key] for key in ("preset", "run") if key in values}, source=file or "")
     name = given.get("preset", values.get("preset", ""))
     folder = given.get("run") or values.get("run") or f"runs/{name or 'run'}"
     stored = stored_config(Path(folder))
@@ -166,6 +172,7 @@ def branch(arguments: list[str]) -> int:
     (--optimizer.lr), the data (--data.path), the end (--until).
     """
     from .train.branch import branch as make
+    from .train.checkpoint import step_of
     from .train.runs import find_checkpoint, stored_config
 
     rest = list(arguments)
@@ -180,7 +187,7 @@ def branch(arguments: list[str]) -> int:
     if old is None:
         raise UserError(f"{source} is not a run's folder")
     at, cooldown = _whole("at", given.get("at")), _whole("cooldown", given.get("cooldown")) or 0
-    step = at if at is not None else find_checkpoint(Path(source)).name.removeprefix("step-").lstrip("0")
+    step = at if at is not None else step_of(find_checkpoint(Path(source)))
     folder = given.get("run", f"{source.rstrip('/')}-{'cooldown' if cooldown else 'branch'}-{step}")
     new = _parse(Config, "branch", rest, default=dataclasses.replace(old, run=folder), about=branch.__doc__)
     before = settings.flat(dataclasses.asdict(old))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -78,11 +79,19 @@ def with_horizon(config: Config) -> Config:
             )
         o = dataclasses.replace(o, horizon=horizon)
     assert o.horizon is not None
-    if o.horizon <= (o.warmup_steps or 0):
-        raise UserError(f"optimizer.horizon is {o.horizon}, must be above warmup_steps, which is {o.warmup_steps or 0}")
+    if o.horizon <= warmup(o):
+        raise UserError(f"optimizer.horizon is {o.horizon}, must be above warmup_steps, which is {warmup(o)}")
     if not 0 < o.decay_part <= 1:
         raise UserError(f"optimizer.decay_part is {o.decay_part}, must be in (0, 1]")
     return dataclasses.replace(config, optimizer=o)
+
+
+def warmup(config: OptimizerConfig) -> int:
+    """Steps of the optimizer's own warmup."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    stated: int = inspect.signature(optimizer_class(config.name)).parameters["warmup_steps"].default
+    return stated
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,7 @@ class Rates:
         o, cooldown = self.config.optimizer, self.config.cooldown
         factor = 1.0
         if o.horizon is not None:
-            start = o.warmup_steps or 0
+            start = warmup(o)
             if o.schedule == "wsd":
                 start = max(start, round(o.horizon * (1 - o.decay_part)))
             part = 1.0 if done >= o.horizon else max(0.0, (done - start) / max(1, o.horizon - start))

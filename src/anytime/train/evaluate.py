@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .batches import split, validation_windows, windows
 from .device import autocast
+from .errors import UserError
 from .shards import Tokens
 from .tokenizer import Tokenizer
 
@@ -43,6 +44,8 @@ def evaluate(
     tokenizer: Tokenizer | None = None,
 ) -> Evaluation:
     """On the first `count` tokens, in windows of `context`, `at_once` of them at a time."""
+    if at_once < 1:
+        raise UserError(f"at_once is {at_once}, must be at least 1")
     starts = validation_windows(tokens, context, max(1, count // context))
     total = torch.zeros((), dtype=torch.float64, device=device)
     lengths = torch.from_numpy(tokenizer.byte_lengths()).to(device) if tokenizer is not None else None

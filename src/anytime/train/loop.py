@@ -30,6 +30,7 @@ from .evaluate import Evaluation, evaluate
 from .model import GPT
 from .runs import Row, Run, origin
 from .signals import Stop
+from .texts import write_texts
 
 Listener = Callable[[Row], None]
 Warn = Callable[[str], None]
@@ -191,7 +192,7 @@ class Loop:
         self._flush()
         began = time.perf_counter()
         if self.config.prompt:
-            self.run.samples.add({"step": self.step, **self._sample(self.config.prompt)})
+            self.run.samples.add({"step": self.step, "prompt": self.config.prompt, "text": self._sample()})
             self._disk(self.run.samples.flush(sync=True))
         self._disk(self.run.metrics.flush(sync=True))
         self._disk(self.writer.save(self._snapshot()))
@@ -199,14 +200,11 @@ class Loop:
         waited = time.perf_counter() - began
         self._emit({"kind": "checkpoint", **self._now(), "save_seconds": round(waited, 4)})
 
-    def _sample(self, prompt: str, count: int = 200) -> Row:
-        tokenizer = self.data.tokenizer
+    def _sample(self) -> str:
+        c, tokenizer = self.config, self.data.tokenizer
         assert tokenizer is not None
-        generator = torch.Generator(self.device).manual_seed(self.config.seed + self.step)
-        tokens = torch.tensor([tokenizer.encode(prompt)], device=self.device)
-        with self.optimizer.averaged(), autocast(self.device, self.config.precision):
-            drawn = self.model.generate(tokens, count, temperature=0.8, generator=generator)
-        return {"prompt": prompt, "text": tokenizer.decode(drawn[0, tokens.shape[1] :].tolist())}
+        with self.optimizer.averaged():
+            return write_texts(self.model, tokenizer, c.prompt, seed=c.seed + self.step, precision=c.precision)[0]
 
     def _disk(self, wrong: Exception | None) -> None:
         """A disk that takes nothing more is no reason to lose the run: it goes on, and tries again next time."""

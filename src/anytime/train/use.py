@@ -14,13 +14,14 @@ from safetensors.torch import save_file
 from . import checkpoint
 from .config import merged
 from .data import check_vocabulary, open_data, tokenizer_in
-from .device import autocast, choose_device
+from .device import choose_device
 from .errors import UserError
 from .evaluate import Evaluation, evaluate
 from .files import write_atomically
 from .model import GPT, ModelConfig
 from .runs import find_checkpoint, stored_config
 from .shards import Tokens
+from .texts import write_texts
 from .tokenizer import Tokenizer
 
 _MODEL = "model.safetensors"
@@ -73,24 +74,19 @@ def sample(
     top_k: int | None = None,
     seed: int = 0,
     copies: int = 1,
-    precision: str = "auto",
 ) -> list[str]:
     """Texts that go on from the prompt, without it; each ends where the model ends its document."""
     tokenizer = trained.needs_tokenizer()
-    if copies < 1 or count < 0:
-        raise UserError(f"copies is {copies}, must be at least 1; count is {count}, must be 0 or more")
-    start = tokenizer.encode(prompt) or ([] if tokenizer.end is None else [tokenizer.end])
-    tokens = torch.tensor([start] * copies, device=trained.device)
-    generator = torch.Generator(trained.device).manual_seed(seed)
-    with autocast(trained.device, precision):
-        drawn = trained.model.generate(
-            tokens, count, temperature=temperature, top_k=top_k, limit=tokenizer.vocabulary, generator=generator
-        )
-    texts = []
-    for row in drawn[:, tokens.shape[1] :].tolist():
-        ended = row.index(tokenizer.end) if tokenizer.end in row else len(row)
-        texts.append(tokenizer.decode(row[:ended]))
-    return texts
+    return write_texts(
+        trained.model,
+        tokenizer,
+        prompt,
+        count=count,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        copies=copies,
+    )
 
 
 def evaluate_model(
