@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import anytime
+import anytime.train
 
 ROOT = Path(anytime.__file__).parent
 #: A file imports from its own room or from those before it.
@@ -165,6 +166,38 @@ def test_importing_brings_torch_alone():
     brought = {name.partition(".")[0] for name in done.stdout.split()}
     assert "anytime" in brought
     assert brought - {"anytime", "torch", *sys.stdlib_module_names} == set()
+
+
+@pytest.mark.parametrize("module", ["anytime.train", "anytime.cli"])
+def test_the_training_system_needs_numpy_and_safetensors_besides(module):
+    """Its command line, display and report import what they need when they are used."""
+    base = "import sys, torch, numpy, safetensors.torch, torch.nn.attention.flex_attention, torch.utils.checkpoint"
+    code = f"{base}; old = {{*sys.modules}}; import {module}; print(*{{*sys.modules}} - old)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    brought = {name.partition(".")[0] for name in done.stdout.split()}
+    assert brought - {"anytime", "torch", "numpy", "safetensors", *sys.stdlib_module_names} == set()
+
+
+def test_the_core_of_training_does_not_know_its_edge():
+    found = arrows()
+    for name in ("config", "model", "build", "checkpoint", "loop", "runs", "evaluate", "batches", "shards", "data"):
+        edge = {"train.display", "train.report", "train.sinks", "train.prepare", "cli"}
+        assert found[f"train.{name}"] & edge == set(), name
+
+
+def test_no_library_file_prints_or_runs_text():
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("print", "eval", "exec"), f"{path}:{node.lineno}"
+            if isinstance(node, ast.ExceptHandler):
+                assert node.type is not None, f"{path}:{node.lineno}"
+        assert "pickle" not in {name.partition(".")[0] for name in imports(path, ROOT)}, path
+
+
+@pytest.mark.parametrize("name", anytime.train.__all__)
+def test_public_names_of_training_are_documented(name):
+    assert name == "PRESETS" or (getattr(anytime.train, name).__doc__ or "").strip()
 
 
 @pytest.mark.parametrize("name", anytime.__all__)

@@ -270,6 +270,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str) -> dict[str, Any]:
+    """The settings of a preset, to be laid over the defaults."""
     if name not in PRESETS:
         raise UserError(f"there is no preset {name!r}{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}")
     return PRESETS[name]
