@@ -212,7 +212,7 @@ def test_arguments_that_cannot_be_read(here, arguments, capsys):
         (["train", "--preset", "12m"], "there is no preset '12m'; did you mean '12M'?"),
         (["train", "--run", "data", "--data.path", "data", "--device", "cpu"], "data is not a run's"),
         (["train", "tiny.toml", "--run", "run", "--seed", "3"], "seed: 3 was 0"),
-        (["train", "tiny.toml", "--run", "new", "--data.path", "nowhere"], "there is no data at nowhere"),
+        (["train", "tiny.toml", "--run", "new", "--data.path", "nowhere"], "nowhere: make it with `anytime data"),
         (["train", "tiny.toml", "--run", "new", "--optimizer.name", "Adan"], "did you mean 'AdamW'?"),
         (["train", "tiny.toml", "--run", "new", "--optimizer.schedule", "linear"], "needs its last step"),
         (["sample", "nowhere"], "there is no run or model at nowhere"),

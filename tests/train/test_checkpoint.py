@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import tempfile
@@ -503,10 +504,11 @@ def test_training_goes_on_with_a_full_disk(bench, where):
     bench.train("run", until="8 steps", checkpoint_every=2, listeners=[listen], warn=warnings.append)
     assert seen == [([2], [])]
     assert len(warnings) == 2
-    for step, warning in zip((4, 6), warnings, strict=True):
+    # The second comes with the next save, whose checkpoint may be there by then.
+    for step, last, warning in zip((4, 6), ("2", "28"), warnings, strict=True):
         assert warning.startswith(f"the checkpoint of step {step} could not be written to ")
         assert "No space left on device" in warning
-        assert "the last checkpoint is of step 2; training goes on" in warning
+        assert re.search(f"the last checkpoint is of step [{last}]; training goes on", warning)
         assert "\n" not in warning
     assert bench.steps("run") == [2, 8]
     assert all(torch.equal(a, b) for a, b in both(kept, bench.content("run", 2)))

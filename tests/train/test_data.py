@@ -195,3 +195,15 @@ def test_the_core_of_training_brings_torch_numpy_and_safetensors_alone():
     assert "anytime" in brought
     allowed = {"anytime", "torch", "numpy", "safetensors", *sys.stdlib_module_names}
     assert brought - allowed == set()
+
+
+def test_paths_are_made_full_so_that_a_run_goes_on_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = module.absolute(DataConfig(path="tokens", validation="val.bin", tokenizer="gpt2:ranks"))
+    assert found == DataConfig(f"{tmp_path}/tokens", f"{tmp_path}/val.bin", f"gpt2:{tmp_path}/ranks")
+    assert module.absolute(found) == found
+    assert module.absolute(DataConfig("python", "", "bytes")) == DataConfig("python", "", "bytes")
+    assert module.absolute(DataConfig("a*.bin", "", "gpt2")).path == f"{tmp_path}/a*.bin"
+    assert module.absolute(DataConfig("a", "", "gpt2")).tokenizer == "gpt2"
+    assert module.absolute(DataConfig("a", "", "t.json")).tokenizer == f"{tmp_path}/t.json"
+    assert module.absolute(DataConfig("a")).tokenizer == ""

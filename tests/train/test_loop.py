@@ -26,6 +26,7 @@ from anytime.train.loop import Loop, log_spaced
 from anytime.train.model import GPT
 from anytime.train.runs import read_lines
 from anytime.train.shards import Tokens
+from anytime.train.tokenizer import BytesTokenizer
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and forks")
 
@@ -80,9 +81,9 @@ def clock(monkeypatch):
     return now
 
 
-def in_order(data, count):
+def in_order(data, count, seed=0):
     """The first `count` windows as the pure function says."""
-    batches = Batches(Tokens.open(str(data), "train"), 32, 0, 256)
+    batches = Batches(Tokens.open(str(data), "train"), 32, seed, 256)
     return batches.batch(0, count)[:, :-1].tolist()
 
 
@@ -220,6 +221,7 @@ def test_a_second_interrupt_leaves_a_save_that_hangs(bench, monkeypatch, capsys)
     before_step(monkeypatch, first)
     try:
         assert bench.command("run", "--until", "9 steps") == 130
+        assert [thread.name for thread in threading.enumerate()].count("checkpoint") == 1  # it was not waited for
     finally:
         hung.set()
     assert waiting == [6]
@@ -395,6 +397,15 @@ def test_more_than_an_epoch(bench, windows, tiny_data):
     assert windows == in_order(tiny_data, n + 4)
 
 
+def test_another_seed_is_another_order_and_other_weights(bench, windows, tiny_data):
+    for seed in (0, 7):
+        bench.train(f"seed-{seed}", until="3 steps", seed=seed)
+    assert windows == in_order(tiny_data, 6) + in_order(tiny_data, 6, seed=7)
+    assert windows[:6] != windows[6:]
+    name = "resume.safetensors/weights/embedding.weight"
+    assert not torch.equal(bench.content("seed-0")[name], bench.content("seed-7")[name])
+
+
 def test_accumulated_gradients_are_those_of_one_batch(bench):
     bench.train("one", until="6 steps", batch_size=8)
     bench.train("four", until="6 steps", batch_size=8, micro_batch=2)
@@ -521,6 +532,22 @@ def test_evaluations_are_of_the_average(bench):
     assert row["perplexity"] == pytest.approx(np.exp(row["loss"]))
     assert row["bits_per_byte"] == pytest.approx(row["loss"] / np.log(2))
     assert row["sequence"] == "x"
+
+
+def test_samples_are_of_the_average(bench):
+    """The text in samples.jsonl is what model.safetensors writes, drawn with a seed of the step."""
+    bench.train("run", until="25 steps", prompt="one ", seed=2, optimizer={"lr": 0.05}, checkpoint_every=0)
+    (row,) = read_lines(bench.folder / "run/samples.jsonl")
+    tokenizer, texts = BytesTokenizer(), []
+    resume = checkpoint.read_tensors(bench.at("run") / "resume.safetensors")
+    for weights in (checkpoint.read_tensors(bench.at("run") / "model.safetensors"), checkpoint.weights(resume)):
+        model = GPT(bench.config("run").model)
+        model.load_state_dict(weights)
+        tokens = torch.tensor([tokenizer.encode("one ")])
+        drawn = model.generate(tokens, 200, temperature=0.8, generator=torch.Generator().manual_seed(2 + 25))
+        texts.append(tokenizer.decode(drawn[0, 4:].tolist()))
+    assert row == {"step": 25, "prompt": "one ", "text": texts[0]}
+    assert texts[0] != texts[1]
 
 
 @given(st.integers(1, 5), st.integers(0, 5000))

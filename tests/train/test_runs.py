@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anytime import cli
-from anytime.train import runs
+from anytime.train import checkpoint, runs
 from anytime.train.batches import Batches
 from anytime.train.errors import UserError
 from anytime.train.runs import Lines, Run, find_checkpoint, read_lines, some, stored_config
@@ -195,7 +195,8 @@ def test_a_resume_on_a_full_disk(bench, capsys, monkeypatch):
     def full(path, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(runs, "write_atomically", full)
+    for module in (runs, checkpoint):
+        monkeypatch.setattr(module, "write_atomically", full)
     for until in ("6 steps", "8 steps"):  # the settings change
         assert bench.command("run", "--until", until) == 1
         said = capsys.readouterr().err
@@ -326,9 +327,11 @@ except runs.UserError as wrong:
 
 def test_the_lock_is_given_back_when_the_folder_is_refused(bench):
     bench.train("run", until="1 steps")
+    held = []  # with them what they came from
     for _ in range(2):
-        with pytest.raises(UserError, match="holds a run with other settings"):
+        with pytest.raises(UserError, match="holds a run with other settings") as caught:
             Run(bench.config("run", seed=5))
+        held.append(caught)
     bench.train("run", until="2 steps")
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from . import checkpoint
 from .build import optimizer_class, with_horizon
 from .config import Config, Cooldown, flat, merged, plain, to_toml
-from .data import tokenizer_in
+from .data import absolute, tokenizer_in
 from .errors import UserError
 from .files import write_atomically
 from .runs import CONFIG, find_checkpoint, stored_config
@@ -55,7 +55,7 @@ def branch(
     for key in {**before, **after}:
         if key.startswith(_KEPT) and before.get(key) != after.get(key):
             raise UserError(f"{key} is {after.get(key)!r} and was {before.get(key)!r}: a branch cannot change it")
-    config = dataclasses.replace(config, run=str(to))
+    config = dataclasses.replace(config, run=str(to), data=absolute(config.data))
     if cooldown:
         config = dataclasses.replace(config, cooldown=Cooldown(step, cooldown), until=f"{step + cooldown} steps")
         if average == "restart":

@@ -147,7 +147,9 @@ def drop_after(folder: Path, last: Path) -> None:
     for path in kept(folder):
         if step_of(path) > step_of(last):
             remove(path)
-    write_atomically(folder / LATEST, (last.name + "\n").encode())
+    latest = folder / LATEST
+    if not latest.exists() or latest.read_text(encoding="utf-8", errors="replace").strip() != last.name:
+        write_atomically(latest, (last.name + "\n").encode())
 
 
 def newest_whole(folder: Path, warn: Callable[[str], None], *, at: int | None = None) -> Path | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,22 @@ class Data:
     train: Tokens
     validation: Tokens | None
     tokenizer: Tokenizer | None
+
+
+def absolute(config: DataConfig) -> DataConfig:
+    """With full paths, so that a run can be resumed from any folder."""
+
+    def full(path: str) -> str:
+        return os.path.abspath(path) if path else ""
+
+    kind, colon, ranks = config.tokenizer.partition(":")
+    named = {"bytes": "bytes", "gpt2": "gpt2" + colon + full(ranks)}
+    return replace(
+        config,
+        path=config.path if config.path == PYTHON else full(config.path),
+        validation=full(config.validation),
+        tokenizer=named.get(kind) or full(config.tokenizer),
+    )
 
 
 def open_data(config: DataConfig, folder: Path) -> Data:

@@ -23,7 +23,7 @@ from .batches import Batches, Prefetcher
 from .build import Options, Rates, build_optimizer, with_horizon
 from .checkpoint import Snapshot, Writer
 from .config import Config, Until, plain
-from .data import check_vocabulary, open_data
+from .data import absolute, check_vocabulary, open_data
 from .device import autocast, choose_device, device_name, peak
 from .errors import UserError
 from .evaluate import Evaluation, evaluate
@@ -52,7 +52,7 @@ def train(config: Config, *, listeners: Sequence[Listener] = (), warn: Warn | No
 
     `listeners` get every row of metrics as it is written, `warn` what a person should know.
     """
-    config = with_horizon(config)
+    config = with_horizon(dataclasses.replace(config, data=absolute(config.data)))
     with Run(config) as run:
         loop = Loop(run, listeners, warn or (lambda text: None))
         run.begin()
@@ -137,9 +137,8 @@ class Loop:
                     f"no checkpoint in {self.run.checkpoints} is whole: restore one from a backup, or remove the "
                     "folder to start over"
                 )
-            self.run.cut(None)
+            self.run.go_back_to(None)
             return
-        checkpoint.drop_after(self.run.checkpoints, found)
         state = checkpoint.read_state(found)
         tensors = checkpoint.read_tensors(found / "resume.safetensors")
         self.model.load_state_dict(checkpoint.weights(tensors))
@@ -155,7 +154,7 @@ class Loop:
         if state["evaluation"] is not None:
             self.evaluation = Evaluation(**state["evaluation"])
             self.evaluated = state["evaluated"]
-        self.run.cut(self.step)
+        self.run.go_back_to(found)
 
     def _snapshot(self) -> Snapshot:
         packed = self.optimizer.state_dict()

@@ -183,11 +183,13 @@ class Run:
         except OSError as wrong:
             raise UserError(f"cannot write to the run's folder {self.folder}: {wrong.strerror or wrong}") from None
 
-    def cut(self, step: int | None) -> None:
-        """Removes rows of metrics and samples past a step, all if None."""
+    def go_back_to(self, found: Path | None) -> None:
+        """Removes what is past a checkpoint: damaged ones, rows of metrics and samples; all of them if None."""
         with self._writing():
-            self.metrics.cut(step)
-            self.samples.cut(step)
+            if found is not None:
+                checkpoint.drop_after(self.checkpoints, found)
+            for lines in (self.metrics, self.samples):
+                lines.cut(None if found is None else checkpoint.step_of(found))
 
     @property
     def checkpoints(self) -> Path:
