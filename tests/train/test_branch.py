@@ -406,7 +406,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("moment", ["checkpoint", "first", "branch.json", "config.toml"])
 def test_killed_on_the_way_it_leaves_no_run(run, tmp_path, monkeypatch, moment):
     """Right after each thing that it writes; made again, it is whole."""
-    write, fill, save = module.write_atomically, module._fill, module.checkpoint.write_checkpoint
+    write, fill, save = module.write_atomically, module._fill, module.write_checkpoint
 
     def killing(function, when):
         def call(*arguments, **more):
@@ -419,7 +419,7 @@ def test_killed_on_the_way_it_leaves_no_run(run, tmp_path, monkeypatch, moment):
     with monkeypatch.context() as patch:
         patch.setattr(module, "write_atomically", killing(write, lambda path, _: path.name == moment))
         patch.setattr(module, "_fill", killing(fill, lambda *_: moment == "first"))
-        patch.setattr(module.checkpoint, "write_checkpoint", killing(save, lambda *_: moment == "checkpoint"))
+        patch.setattr(module, "write_checkpoint", killing(save, lambda *_: moment == "checkpoint"))
         with pytest.raises(Killed):
             branch(run, tmp_path / "b", at=4)
     assert not (tmp_path / "b").exists()

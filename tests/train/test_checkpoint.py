@@ -327,7 +327,7 @@ def test_the_last_and_the_milestones_are_kept(steps, keep_last, milestones):
         for i, step in enumerate(steps):
             (folder / checkpoint.name_of(step)).mkdir()
             checkpoint.prune(folder, keep_last, milestones.__contains__)
-            there = [checkpoint.step_of(path) for path in checkpoint.kept(folder)]
+            there = [checkpoint.step_of(path) for path in checkpoint.checkpoints_in(folder)]
             expected = {*steps[: i + 1][-keep_last:], *(s for s in steps[: i + 1] if s in milestones)}
             assert there == sorted(expected, reverse=True)
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
@@ -412,7 +412,7 @@ def test_one_snapshot_is_written_at_a_time(tmp_path, monkeypatch):
         assert writer.save(snapshot(step)) is None
     assert writer.wait() is None
     assert order == [f"{what} {step}" for step in (1, 2, 3) for what in ("begin", "end")]
-    assert [checkpoint.step_of(path) for path in checkpoint.kept(tmp_path)] == [3, 2]
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_in(tmp_path)] == [3, 2]
 
 
 def test_a_failed_write_is_told_once(tmp_path, monkeypatch):
@@ -425,7 +425,7 @@ def test_a_failed_write_is_told_once(tmp_path, monkeypatch):
     assert isinstance(failed, UserError)
     assert "the checkpoint of step 1 could not be written to" in str(failed)
     assert writer.wait() is None
-    assert [checkpoint.step_of(path) for path in checkpoint.kept(tmp_path / "c")] == [2]
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_in(tmp_path / "c")] == [2]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from . import checkpoint
 from .build import optimizer_class, with_horizon
+from .checkpoint import Snapshot, read_state, read_tensors, weights, write_checkpoint
 from .config import Config, Cooldown, flat, merged, plain, to_toml
 from .data import absolute, tokenizer_in
 from .errors import UserError
@@ -48,7 +48,7 @@ def branch(
     if average == "restart" and not averages:
         raise UserError(f"{old.optimizer.name} has no average to restart")
     found = find_checkpoint(source, at)
-    state = checkpoint.read_state(found)
+    state = read_state(found)
     step: int = state["step"]
     config = merged(old, changes or {}, source="the branch's settings")
     before, after = flat(plain(old)), flat(plain(config))
@@ -85,17 +85,17 @@ def branch(
 
 def _fill(to: Path, found: Path, state: dict[str, Any], config: Config, *, restart: bool) -> None:
     """Writes the checkpoint that the branch begins from."""
-    tensors = checkpoint.read_tensors(found / "resume.safetensors")
-    model = checkpoint.read_tensors(found / "model.safetensors")
+    tensors = read_tensors(found / "resume.safetensors")
+    model = read_tensors(found / "model.safetensors")
     if restart:
         for name, tensor in tensors.items():
             if name.startswith("optimizer/") and name.endswith(("/d", "/weight_sum")):
                 tensor.zero_()
-        model = {name: tensor.clone() for name, tensor in checkpoint.weights(tensors).items()}
+        model = {name: tensor.clone() for name, tensor in weights(tensors).items()}
     if config.data.path != state["config"]["data"]["path"]:
         state |= {"data": None, "position": 0}
     state |= {"config": plain(config), "evaluation": None, "evaluated": -1}
     texts = {"state.json": json.dumps(state, indent=1), "config.json": (found / "config.json").read_text()}
     files = {"model.safetensors": model, "resume.safetensors": tensors}
-    made = checkpoint.Snapshot(state["step"], files, texts, tokenizer_in(found))
-    checkpoint.write_checkpoint(to / "checkpoints", made)
+    made = Snapshot(state["step"], files, texts, tokenizer_in(found))
+    write_checkpoint(to / "checkpoints", made)

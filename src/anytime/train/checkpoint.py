@@ -128,7 +128,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def kept(folder: Path) -> list[Path]:
+def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints there, the newest first; not checked."""
     found = [path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
     return sorted(found, key=step_of, reverse=True)
@@ -144,7 +144,7 @@ def sweep(folder: Path) -> None:
 
 def drop_after(folder: Path, last: Path) -> None:
     """Removes checkpoints after one, damaged all of them, which would be in the way of those to come."""
-    for path in kept(folder):
+    for path in checkpoints_in(folder):
         if step_of(path) > step_of(last):
             remove(path)
     latest = folder / LATEST
@@ -154,7 +154,7 @@ def drop_after(folder: Path, last: Path) -> None:
 
 def newest_whole(folder: Path, warn: Callable[[str], None], *, at: int | None = None) -> Path | None:
     """The newest checkpoint that is whole (or the one of a given step); each that is damaged gets a word."""
-    for path in kept(folder):
+    for path in checkpoints_in(folder):
         if at is not None and step_of(path) != at:
             continue
         wrong = damage(path)
@@ -218,7 +218,7 @@ class Writer:
 
 
 def prune(folder: Path, keep_last: int, milestone: Callable[[int], bool]) -> None:
-    for path in kept(folder)[keep_last:]:
+    for path in checkpoints_in(folder)[keep_last:]:
         if not milestone(step_of(path)):
             remove(path)
 

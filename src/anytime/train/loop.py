@@ -18,10 +18,23 @@ import torch
 from torch import Tensor
 
 from ..diagnostics import Probe
-from . import checkpoint
 from .batches import Batches, Prefetcher
 from .build import Options, Rates, build_optimizer, with_horizon
-from .checkpoint import Snapshot, Writer
+from .checkpoint import (
+    FORMAT,
+    Snapshot,
+    Writer,
+    as_weights,
+    checkpoints_in,
+    copy_off,
+    flatten,
+    newest_whole,
+    read_state,
+    read_tensors,
+    step_of,
+    unflatten,
+    weights,
+)
 from .config import Config, Until, plain
 from .data import absolute, check_vocabulary, open_data
 from .device import autocast, choose_device, device_name, peak
@@ -129,8 +142,8 @@ class Loop:
     # ------------------------------------------------------------ save, restore
 
     def _restore(self) -> None:
-        found = checkpoint.newest_whole(self.run.checkpoints, self.warn)
-        there = checkpoint.kept(self.run.checkpoints)
+        found = newest_whole(self.run.checkpoints, self.warn)
+        there = checkpoints_in(self.run.checkpoints)
         if found is None:
             if there:
                 raise UserError(
@@ -139,10 +152,10 @@ class Loop:
                 )
             self.run.go_back_to(None)
             return
-        state = checkpoint.read_state(found)
-        tensors = checkpoint.read_tensors(found / "resume.safetensors")
-        self.model.load_state_dict(checkpoint.weights(tensors))
-        self.optimizer.load_state_dict({"state": checkpoint.unflatten(tensors), "param_groups": state["groups"]})
+        state = read_state(found)
+        tensors = read_tensors(found / "resume.safetensors")
+        self.model.load_state_dict(weights(tensors))
+        self.optimizer.load_state_dict({"state": unflatten(tensors), "param_groups": state["groups"]})
         if state["data"] not in (None, self.data.train.fingerprint()):
             raise UserError(
                 f"the tokens in {self.config.data.path} are not those that the run {self.run.folder} began with: give "
@@ -158,9 +171,9 @@ class Loop:
 
     def _snapshot(self) -> Snapshot:
         packed = self.optimizer.state_dict()
-        resume = checkpoint.as_weights(self.model.state_dict().items()) | checkpoint.flatten(packed["state"])
+        resume = as_weights(self.model.state_dict().items()) | flatten(packed["state"])
         state = {
-            "format": checkpoint.FORMAT,
+            "format": FORMAT,
             "step": self.step,
             "tokens": self.tokens,
             "position": self.position,
@@ -172,8 +185,8 @@ class Loop:
             **origin(),
             "config": plain(self.config),
         }
-        model = checkpoint.copy_off(self.optimizer.averaged_state_dict(self.model))
-        tensors = {"model.safetensors": model, "resume.safetensors": checkpoint.copy_off(resume)}
+        model = copy_off(self.optimizer.averaged_state_dict(self.model))
+        tensors = {"model.safetensors": model, "resume.safetensors": copy_off(resume)}
         copied = None
         if self.device.type == "cuda":
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -214,8 +227,8 @@ class Loop:
 
     def last_saved(self) -> str:
         """In words."""
-        kept = checkpoint.kept(self.run.checkpoints)
-        return f"the last checkpoint is of step {checkpoint.step_of(kept[0])}" if kept else "there is no checkpoint yet"
+        kept = checkpoints_in(self.run.checkpoints)
+        return f"the last checkpoint is of step {step_of(kept[0])}" if kept else "there is no checkpoint yet"
 
     # ------------------------------------------------------------------ metrics
 

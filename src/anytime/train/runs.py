@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from ..version import __version__
-from . import checkpoint
+from .checkpoint import SUMS, checkpoints_in, damage, drop_after, newest_whole, step_of, sweep
 from .config import Config, changed, merged, read_toml, to_toml
 from .errors import UserError
 from .files import write_atomically
@@ -28,7 +28,7 @@ _LOCK = "lock"
 def stored_config(folder: Path) -> Config | None:
     """The settings of the run in a folder; None if there is none, or none that got as far as a checkpoint."""
     path = folder / CONFIG
-    begun = path.exists() and checkpoint.kept(folder / "checkpoints")
+    begun = path.exists() and checkpoints_in(folder / "checkpoints")
     return merged(Config(), read_toml(path), source=str(path)) if begun else None
 
 
@@ -168,7 +168,7 @@ class Run:
                 write_atomically(self.folder / CONFIG, to_toml(self.config).encode())
             self.checkpoints.mkdir(exist_ok=True)
             for folder in (self.folder, self.checkpoints, self.data):
-                checkpoint.sweep(folder)
+                sweep(folder)
 
     def begin(self) -> None:
         """Takes the settings for the run's own, once they have shown to work."""
@@ -187,9 +187,9 @@ class Run:
         """Removes what is past a checkpoint: damaged ones, rows of metrics and samples; all of them if None."""
         with self._writing():
             if found is not None:
-                checkpoint.drop_after(self.checkpoints, found)
+                drop_after(self.checkpoints, found)
             for lines in (self.metrics, self.samples):
-                lines.cut(None if found is None else checkpoint.step_of(found))
+                lines.cut(None if found is None else step_of(found))
 
     @property
     def checkpoints(self) -> Path:
@@ -220,19 +220,19 @@ def find_checkpoint(path: Path, at: int | None = None) -> Path:
     if (path / "model.safetensors").exists():
         if at is not None:
             raise UserError(f"{path} is one model, it has no step to choose: leave out --at, or name the run's folder")
-        if (path / checkpoint.SUMS).exists() and (wrong := checkpoint.damage(path)) is not None:
+        if (path / SUMS).exists() and (wrong := damage(path)) is not None:
             raise UserError(f"the checkpoint {path} is damaged: {wrong}; use another of the run")
         return path
     if not path.is_dir():
         raise UserError(f"there is no run or model at {path}")
     folder = path / "checkpoints"
-    there = [checkpoint.step_of(p) for p in checkpoint.kept(folder)]
+    there = [step_of(p) for p in checkpoints_in(folder)]
     if not there:
         raise UserError(f"{path} has no checkpoint yet")
     if at is not None and at not in there:
         raise UserError(f"{path} keeps no step {at}; it keeps {some(sorted(there))}")
     damaged: list[str] = []
-    found = checkpoint.newest_whole(folder, damaged.append, at=at)
+    found = newest_whole(folder, damaged.append, at=at)
     if found is None:
         raise UserError(damaged[0].replace("; the one before it is used", ""))
     return found

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from . import checkpoint
+from .checkpoint import read_tensors
 from .config import merged
 from .data import check_vocabulary, open_data, tokenizer_in
 from .device import choose_device
@@ -56,7 +56,7 @@ def load(path: Path | str, *, at: int | None = None, device: str = "") -> Traine
     except (OSError, ValueError, KeyError, TypeError) as wrong:
         raise UserError(f"{folder / _CARD} does not describe a model of this library: {wrong}") from None
     model = GPT(config, separator=card.get("separator"))
-    tensors = checkpoint.read_tensors(folder / _MODEL)
+    tensors = read_tensors(folder / _MODEL)
     try:
         model.load_state_dict(tensors)
     except RuntimeError as wrong:
