@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anytime import cli
-from anytime.train import checkpoint, runs
+from anytime.train import checkpoint, data, runs
 from anytime.train.batches import Batches
 from anytime.train.errors import UserError
 from anytime.train.runs import Lines, Run, find_checkpoint, read_lines, some, stored_config
@@ -204,6 +204,14 @@ def test_a_resume_on_a_full_disk(bench, capsys, monkeypatch):
         assert "No space left on device" in said
         assert said.count("\n") == 1
         assert bench.files("run") == before
+
+
+def test_no_room_for_the_data_that_a_run_makes(bench, capsys, monkeypatch):
+    def full(path, tokens):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(data, "write_shard", full)
+    assert "No space left on device" in refused(bench, capsys, "run", "--until", "2 steps", data={"path": "python"})
 
 
 # ---------------------------------------------------------------------- settings

@@ -95,6 +95,7 @@ class Loop:
             torch.set_num_threads(config.threads)
         self.device = choose_device(config.device)
         self.data = open_data(config.data, run.data)
+        self.fingerprint = self.data.train.fingerprint()
         check_vocabulary(self.data.tokenizer, config.model.vocabulary)
         if self.data.validation is None and (config.eval_per_doubling or config.eval_every or config.eval_at):
             raise UserError(
@@ -156,7 +157,7 @@ class Loop:
         tensors = read_tensors(found / "resume.safetensors")
         self.model.load_state_dict(weights(tensors))
         self.optimizer.load_state_dict({"state": unflatten(tensors), "param_groups": state["groups"]})
-        if state["data"] not in (None, self.data.train.fingerprint()):
+        if state["data"] not in (None, self.fingerprint):
             raise UserError(
                 f"the tokens in {self.config.data.path} are not those that the run {self.run.folder} began with: give "
                 "the old ones by --data.path, or go on with new ones by `anytime branch`"
@@ -177,7 +178,7 @@ class Loop:
             "step": self.step,
             "tokens": self.tokens,
             "position": self.position,
-            "data": self.data.train.fingerprint(),
+            "data": self.fingerprint,
             "seconds": self._total_seconds(),
             "evaluation": None if self.evaluation is None else dataclasses.asdict(self.evaluation),
             "evaluated": self.evaluated,
