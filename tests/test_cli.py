@@ -208,7 +208,7 @@ def test_arguments_that_cannot_be_read(here, arguments, capsys):
     ("arguments", "words"),
     [
         (["train", "none.toml"], "there is no file none.toml"),
-        (["train", "data"], "cannot read data"),
+        (["train", "data"], "data is not a run's"),
         (["train", "--preset", "12m"], "there is no preset '12m'; did you mean '12M'?"),
         (["train", "--run", "data", "--data.path", "data", "--device", "cpu"], "data is not a run's"),
         (["train", "tiny.toml", "--run", "run", "--seed", "3"], "seed: 3 was 0"),
@@ -497,10 +497,10 @@ def test_eval(here, capsys):
     row = next(r for r in read_lines(here / "run" / "metrics.jsonl") if r["kind"] == "eval" and r["step"] == 4)
     assert said == (
         f"loss {row['loss']:.4f} nats a token, perplexity {row['perplexity']:.2f}, "
-        f"{row['bits_per_byte']:.4f} bits a byte (256 tokens)\n"
+        f"{row['bits_per_byte']:.4f} bits a byte (step 4, 256 tokens)\n"
     )
     assert main(["eval", "run", "--tokens", "64", "--data", "data", "--at-once", "1", "--at", "2"]) == 0
-    assert "(64 tokens)" in capsys.readouterr().out
+    assert "(step 2, 64 tokens)" in capsys.readouterr().out
 
 
 def test_export(here, capsys):
@@ -556,7 +556,7 @@ def test_data_and_then_training_on_it(here, kind, tokenizer, vocabulary, capsys)
     counts = [len(Tokens.open(here / "made", split)) for split in ("train", "val")]
     assert said == (
         f"{counts[0]:,} tokens to train on and {counts[1]:,} for validation in made (vocabulary {vocabulary}). "
-        "Train on them: anytime train --data.path made\n"
+        "Train on them: anytime train --preset 2M --data.path made\n"
     )
     before = {p.name: p.read_bytes() for p in (here / "made").iterdir()}
     assert main(command) == 0  # again is fine

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from .train import config as settings
 from .train.config import Config, Until
 from .train.errors import UserError
+from .train.loop import Result
 
 Command = Callable[[list[str]], int]
 
@@ -55,6 +56,10 @@ def _main(arguments: list[str]) -> int:
 
 def _say(text: str, stream: Any = None) -> None:
     (stream or sys.stdout).write(text + "\n")
+
+
+def _warn(text: str) -> None:
+    _say(f"warning: {text}", sys.stderr)
 
 
 def _overview() -> str:
@@ -108,13 +113,20 @@ def train(arguments: list[str]) -> int:
     rest = list(arguments)
     file = _take_first(rest)
     given = _take(rest, "preset", "run", "optimizer.name")
+    if file is not None and Path(file).is_dir():
+        given.setdefault("run", file)
+        file = None
     base = _base(file, given)
     about = f"{inspect.cleandoc(train.__doc__ or '')}\n\nPresets: {', '.join(settings.PRESETS)}."
-    return _run(_parse(Config, "train", rest, default=base, about=about))
+    config: Config = _parse(Config, "train", rest, default=base, about=about)
+    if config.cooldown != base.cooldown:
+        raise UserError("a cooldown is begun by `anytime branch RUN --cooldown STEPS`")
+    return _run(config)
 
 
 def _base(file: str | None, given: Mapping[str, str]) -> Config:
     """The settings before those of the command line: of the run that is there, or of the preset, then of the file."""
+    from .train.checkpoint import checkpoints_in
     from .train.runs import stored_config
 
     values = settings.read_toml(Path(file)) if file is not None else {}
@@ -122,6 +134,8 @@ def _base(file: str | None, given: Mapping[str, str]) -> Config:
     name = given.get("preset", values.get("preset", ""))
     folder = given.get("run") or values.get("run") or f"runs/{name or 'run'}"
     stored = stored_config(Path(folder))
+    if stored is not None and name not in ("", stored.preset) and not checkpoints_in(Path(folder) / "checkpoints"):
+        stored = None  # nothing is lost
     if stored is not None and name not in ("", stored.preset):
         was = f"the preset {stored.preset!r}" if stored.preset else "no preset"
         raise UserError(f"{folder} holds a run that began from {was}, not {name!r}: choose another --run")
@@ -160,8 +174,17 @@ def _run(config: Config) -> int:
         from .train.report import write_report
 
         _say(f"\nReport: {write_report([folder], folder / 'report.html').resolve()}")
-    _say(f"\nRun: {folder} at step {result.step:,}. The same command goes on; a later --until goes further.")
+    _say(f"\nRun: {folder} at step {result.step:,}. {_next(config, result)}")
     return _SIGNALS.get(result.reason, 0)
+
+
+def _next(config: Config, result: Result) -> str:
+    """How to go on from here."""
+    if config.optimizer.horizon is not None or config.cooldown.steps:
+        return f"Its rate ends; to go on otherwise: anytime branch {config.run} --at STEP"
+    if result.reason.startswith("until"):
+        return f"Further: anytime train --run {config.run} --until '{2 * max(result.step, 1)} steps'"
+    return f"Go on: anytime train --run {config.run}"
 
 
 def branch(arguments: list[str]) -> int:
@@ -258,9 +281,15 @@ def data(
         )
     _say(
         f"{made.train.tokens:,} tokens to train on and {made.val.tokens:,} for validation in {out} "
-        f"(vocabulary {made.vocabulary:,}). Train on them: anytime train --data.path {out}"
+        f"(vocabulary {made.vocabulary:,}). Train on them: "
+        f"anytime train --preset {_fitting(made.vocabulary)} --data.path {out}"
     )
     return 0
+
+
+def _fitting(vocabulary: int) -> str:
+    """The preset for a first try with a vocabulary."""
+    return "2M" if vocabulary <= 4096 else "125M" if vocabulary <= 50304 else f"125M --model.vocabulary {vocabulary}"
 
 
 @contextlib.contextmanager
@@ -307,7 +336,7 @@ def sample(
     """
     from .train import use
 
-    trained = use.load(path, at=at, device=device)
+    trained = use.load(path, at=at, device=device, warn=_warn)
     texts = use.sample(trained, prompt, count=count, temperature=temperature, top_k=top_k, seed=seed, copies=copies)
     _say("\n---\n".join(prompt + text for text in texts))
     return 0
@@ -334,9 +363,14 @@ def evaluate(
     """
     from .train import use
 
-    found = use.evaluate_model(use.load(path, at=at, device=device), data, count=tokens, at_once=at_once)
+    trained = use.load(path, at=at, device=device, warn=_warn)
+    found = use.evaluate_model(trained, data, count=tokens, at_once=at_once)
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits a byte"
-    _say(f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:.2f}{bits} ({found.tokens:,} tokens)")
+    step = trained.card.get("step", "?")
+    _say(
+        f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:.2f}{bits} "
+        f"(step {step}, {found.tokens:,} tokens)"
+    )
     return 0
 
 
@@ -353,7 +387,7 @@ def export(
     """
     from .train import use
 
-    trained = use.load(path, at=at, device="cpu")
+    trained = use.load(path, at=at, device="cpu", warn=_warn)
     _say(f"step {trained.card['step']:,} of {path} is in {use.export(trained, Path(to), dtype=dtype)}")
     return 0
 

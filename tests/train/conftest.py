@@ -123,7 +123,9 @@ class Bench:
 
     def steps(self, name: str) -> list[int]:
         """Of the checkpoints there, whole or not, in order."""
-        return [checkpoint.step_of(path) for path in reversed(checkpoint.checkpoints_in(self.folder / name / "checkpoints"))]
+        return [
+            checkpoint.step_of(path) for path in reversed(checkpoint.checkpoints_in(self.folder / name / "checkpoints"))
+        ]
 
     def at(self, name: str, step: int | None = None) -> Path:
         """The folder of a checkpoint, the newest unless told."""

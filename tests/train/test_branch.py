@@ -129,7 +129,7 @@ def test_what_a_branch_takes_along(run, tmp_path):
         assert new[key] == old[key]
     about = json.loads((tmp_path / "b" / "branch.json").read_text())
     assert about == {"from": str(run.resolve()), "step": 4, "average": "keep", "cooldown": 0}
-    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["branch.json", "checkpoints", "config.toml"]
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["branch.json", "checkpoints", "config.toml", "lock"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b"]
 
 

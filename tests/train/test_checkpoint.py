@@ -217,6 +217,7 @@ def test_only_an_empty_folder(bench):
     (bench.folder / "run/checkpoints").mkdir(parents=True)
     bench.train("other", until="1 steps")
     shutil.copy(bench.folder / "other/config.toml", bench.folder / "run/config.toml")
+    (bench.folder / "run/lock").touch()
     bench.train("run", until="1 steps")
     shutil.rmtree(bench.at("run"))
     (bench.folder / "run/checkpoints/step-00000003").mkdir()
@@ -300,6 +301,17 @@ def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path):
     assert checkpoint.damage(found) is None
     assert not (found / "stray").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000007"]
+
+
+def test_half_a_removal_is_no_checkpoint(tmp_path, monkeypatch):
+    """Stopped before any file of it is gone: its name is."""
+    found = checkpoint.write_checkpoint(tmp_path, snapshot(7))
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *given, **named: None)
+    checkpoint.remove(found)
+    assert checkpoint.checkpoints_in(tmp_path) == []
+    monkeypatch.undo()
+    checkpoint.sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 
 
 def test_what_was_interrupted_is_swept(tmp_path):

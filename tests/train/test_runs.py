@@ -314,7 +314,8 @@ def test_a_folder_without_permission(bench, capsys, monkeypatch, call):
 
 
 def test_a_lock_is_for_one_process_and_ends_with_it(bench):
-    with Run(bench.config("run")):
+    with Run(bench.config("run")) as run:
+        run.begin()
         with pytest.raises(UserError, match="another process trains in"):
             Run(bench.config("run"))
         code = f"""

@@ -9,13 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from .build import optimizer_class, with_horizon
+import torch
+
+from .build import build_optimizer, optimizer_class, with_horizon
 from .checkpoint import Snapshot, read_state, read_tensors, weights, write_checkpoint
 from .config import Config, Cooldown, flat, merged, plain, to_toml
-from .data import absolute, tokenizer_in
+from .data import absolute, check_tokenizer, check_vocabulary, open_data, tokenizer_in
 from .errors import UserError
 from .files import write_atomically
-from .runs import CONFIG, find_checkpoint, stored_config
+from .model import GPT
+from .runs import CONFIG, LOCK, find_checkpoint, stored_config
 
 #: What the weights and the optimizer's state are made for, so that it cannot change on the way.
 _KEPT = ("model.", "optimizer.name", "optimizer.momentum_dtype")
@@ -64,6 +67,11 @@ def branch(
     elif not (changes or {}).get("until"):
         config = dataclasses.replace(config, until="")
     config = with_horizon(config)
+    data = open_data(config.data, source / "data")  # found wanting now, not once the folder is there
+    check_vocabulary(data.tokenizer, config.model.vocabulary)
+    check_tokenizer(data.tokenizer, tokenizer_in(found))
+    with torch.device("meta"):
+        build_optimizer(GPT(config.model), config.optimizer)
     if to.exists():
         raise UserError(f"{to} is there already: choose another folder for the branch")
     beside = to.with_name(f".{to.name}.new")
@@ -76,10 +84,12 @@ def branch(
         about = {"from": str(source.resolve()), "step": step, "average": average, "cooldown": cooldown}
         write_atomically(beside / "branch.json", json.dumps(about, indent=1).encode())
         write_atomically(beside / CONFIG, to_toml(config).encode())
+        (beside / LOCK).touch()
         beside.rename(to)
-    except OSError as wrong:
+    except (OSError, UserError) as wrong:
         shutil.rmtree(beside, ignore_errors=True)
-        raise UserError(f"cannot write the branch to {to}: {wrong.strerror or wrong}") from None
+        reason = wrong.strerror if isinstance(wrong, OSError) else None
+        raise UserError(f"cannot write the branch to {to}: {reason or wrong}") from None
     return config
 
 
@@ -95,7 +105,10 @@ def _fill(to: Path, found: Path, state: dict[str, Any], config: Config, *, resta
     if config.data.path != state["config"]["data"]["path"]:
         state |= {"data": None, "position": 0}
     state |= {"config": plain(config), "evaluation": None, "evaluated": -1}
-    texts = {"state.json": json.dumps(state, indent=1), "config.json": (found / "config.json").read_text()}
+    texts = {
+        "state.json": json.dumps(state, indent=1),
+        "config.json": (found / "config.json").read_text(encoding="utf-8"),
+    }
     files = {"model.safetensors": model, "resume.safetensors": tensors}
     made = Snapshot(state["step"], files, texts, tokenizer_in(found))
     write_checkpoint(to / "checkpoints", made)

@@ -116,6 +116,11 @@ class Rates:
             factor *= min(1.0, max(0.0, 1 - (done - cooldown.start) / cooldown.steps))
         return factor
 
+    def warmed(self, done: int) -> float:
+        """The part of the rate that the optimizer's own warmup leaves."""
+        steps = warmup(self.config.optimizer)
+        return min(1.0, (done + 1) / steps) if steps else 1.0
+
     @property
     def last_step(self) -> int | None:
         """The step after which the rate is zero for good."""

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .errors import UserError
-from .files import sync_folder, write_atomically
+from .files import by_umask, sync_folder, write_atomically
 from .tokenizer import Tokenizer
 
 SUMS = "checksums.json"
@@ -81,8 +81,10 @@ def damage(folder: Path) -> str | None:
                 return f"{name} is not what was written"
     except FileNotFoundError:
         return f"{SUMS} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as wrong:
-        return f"it cannot be read ({wrong})"
+    except OSError as wrong:  # the disk's trouble, perhaps for a moment: no reason to give the checkpoint up
+        raise UserError(f"cannot read the checkpoint {folder}: {wrong}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as wrong:
+        return f"{SUMS} cannot be read ({wrong})"
     return None
 
 
@@ -97,6 +99,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         beside.mkdir(parents=True)
         for name, tensors in snapshot.tensors.items():
             save_file(dict(tensors), beside / name)
+            by_umask(beside / name)
         for name, text in snapshot.texts.items():
             (beside / name).write_text(text, encoding="utf-8")
         if snapshot.tokenizer is not None:
@@ -139,14 +142,17 @@ def sweep(folder: Path) -> None:
     for path in (*folder.glob(".step-*.new"), *folder.glob(".step-*.old")):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(".*.tmp"):
-        path.unlink()
+        if path.name.split(".")[-2].isdigit():  # a name of ours: .file.process.tmp
+            path.unlink()
 
 
 def drop_after(folder: Path, last: Path) -> None:
-    """Removes checkpoints after one, damaged all of them, which would be in the way of those to come."""
+    """Sets checkpoints after one aside: damaged all of them, and in the way of those to come."""
     for path in checkpoints_in(folder):
         if step_of(path) > step_of(last):
-            remove(path)
+            aside = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(path, aside)
     latest = folder / LATEST
     if not latest.exists() or latest.read_text(encoding="utf-8", errors="replace").strip() != last.name:
         write_atomically(latest, (last.name + "\n").encode())
@@ -154,14 +160,19 @@ def drop_after(folder: Path, last: Path) -> None:
 
 def newest_whole(folder: Path, warn: Callable[[str], None], *, at: int | None = None) -> Path | None:
     """The newest checkpoint that is whole (or the one of a given step); each that is damaged gets a word."""
+    words: list[str] = []
+    found = None
     for path in checkpoints_in(folder):
         if at is not None and step_of(path) != at:
             continue
         wrong = damage(path)
         if wrong is None:
-            return path
-        warn(f"the checkpoint {path} is damaged: {wrong}; the one before it is used")
-    return None
+            found = path
+            break
+        words.append(f"the checkpoint {path} is damaged: {wrong}")
+    for text in words:
+        warn(text if found is None else f"{text}; the one before it is used")
+    return found
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class Config:
     until: str = ""
     # Sequences a step, in all.
     batch_size: int = 512
-    # Sequences at once on a device; 0: all of the batch.
+    # Sequences at once on a device; 0: up to 32.
     micro_batch: int = 0
     # Evaluations of X for each doubling of the steps; 0 leaves them out.
     eval_per_doubling: int = 4
@@ -163,7 +163,7 @@ class Config:
 
     @property
     def sequences_at_once(self) -> int:
-        return self.micro_batch or self.batch_size
+        return self.micro_batch or max(n for n in range(1, 33) if self.batch_size % n == 0)
 
 
 #: What a run is. Everything else may change when it is resumed.

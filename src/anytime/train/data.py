@@ -87,6 +87,15 @@ def check_vocabulary(tokenizer: Tokenizer | None, vocabulary: int) -> None:
         )
 
 
+def check_tokenizer(data: Tokenizer | None, model: Tokenizer | None) -> None:
+    """That the tokens mean the same to the data and to the model."""
+    if data is not None and model is not None and data.fingerprint != model.fingerprint:
+        raise UserError(
+            f"the data were made with another tokenizer ({data.kind}, {data.vocabulary} ids) than the model's "
+            f"({model.kind}, {model.vocabulary} ids): prepare them anew, with the model's folder as --tokenizer"
+        )
+
+
 def write_python(folder: Path) -> None:
     """The *.py files of the running Python's standard library as bytes, one file in ten held out.
 
@@ -106,6 +115,9 @@ def write_python(folder: Path) -> None:
         tokens = np.frombuffer(b"".join(part), np.uint8)
         if len(tokens) < 100_000:
             raise UserError(f"there are too few of Python's own source files in {root}; give other data by --data.path")
-        folder.mkdir(parents=True, exist_ok=True)
-        write_shard(folder / f"{split}-000000.bin", tokens.astype(np.uint16))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_shard(folder / f"{split}-000000.bin", tokens.astype(np.uint16))
+        except OSError as wrong:
+            raise UserError(f"cannot write to {folder}: {wrong.strerror or wrong}") from None
     tokenizer.save(folder)

@@ -33,6 +33,13 @@ def publish(file: BinaryIO, beside: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
+def by_umask(path: Path) -> None:
+    """The permissions that any new file has; some libraries write for their owner alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def sync_folder(folder: Path) -> None:
     """Makes names in a folder last; Windows cannot."""
     if sys.platform != "win32":

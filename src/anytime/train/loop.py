@@ -36,7 +36,7 @@ from .checkpoint import (
     weights,
 )
 from .config import Config, Until, plain
-from .data import absolute, check_vocabulary, open_data
+from .data import absolute, check_tokenizer, check_vocabulary, open_data, tokenizer_in
 from .device import autocast, choose_device, device_name, peak
 from .errors import UserError
 from .evaluate import Evaluation, evaluate
@@ -73,13 +73,13 @@ def train(config: Config, *, listeners: Sequence[Listener] = (), warn: Warn | No
             return loop.go()
         except Exception as wrong:  # a second Ctrl-C is none: it does not wait
             loop.writer.wait()
-            if not isinstance(wrong, torch.OutOfMemoryError):
+            if not isinstance(wrong, torch.OutOfMemoryError) and "can't allocate memory" not in str(wrong):
                 raise
             now = config.sequences_at_once
             smaller = max((n for n in range(1, now // 2 + 1) if config.batch_size % n == 0), default=None)
             hint = "try --recompute, or a smaller model" if smaller is None else f"try --micro-batch {smaller}"
             raise UserError(
-                f"the GPU is out of memory with {now} sequences of {config.model.context} at once: {hint}; "
+                f"there is too little memory for {now} sequences of {config.model.context} at once: {hint}; "
                 f"{loop.last_saved()}"
             ) from wrong
 
@@ -162,6 +162,7 @@ class Loop:
                 f"the tokens in {self.config.data.path} are not those that the run {self.run.folder} began with: give "
                 "the old ones by --data.path, or go on with new ones by `anytime branch`"
             )
+        check_tokenizer(self.data.tokenizer, tokenizer_in(found))
         self.step, self.tokens, self.position = state["step"], state["tokens"], state["position"]
         self.seconds = state["seconds"]
         self.saved = self.step
@@ -328,7 +329,7 @@ class Loop:
 
     def _train_step(self, source: Iterator[tuple[Tensor, Tensor]]) -> None:
         config, optimizer = self.config, self.optimizer
-        rate = self.options.apply(self.rates.factor(self.step))
+        rate = self.options.apply(self.rates.factor(self.step)) * self.rates.warmed(self.step)
         parts = config.batch_size // config.sequences_at_once
         loss = torch.zeros((), device=self.device)
         for _ in range(parts):

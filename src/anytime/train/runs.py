@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -22,14 +22,14 @@ from .files import write_atomically
 
 Row = dict[str, Any]
 CONFIG = "config.toml"
-_LOCK = "lock"
+LOCK = "lock"
 
 
 def stored_config(folder: Path) -> Config | None:
-    """The settings of the run in a folder; None if there is none, or none that got as far as a checkpoint."""
+    """The settings of the run in a folder; None if there is none."""
     path = folder / CONFIG
-    begun = path.exists() and checkpoints_in(folder / "checkpoints")
-    return merged(Config(), read_toml(path), source=str(path)) if begun else None
+    ours = (folder / LOCK).exists() or checkpoints_in(folder / "checkpoints")
+    return merged(Config(), read_toml(path), source=str(path)) if ours and path.exists() else None
 
 
 @functools.cache
@@ -100,7 +100,8 @@ class Lines:
         os.truncate(self.path, end)
 
     def close(self) -> None:
-        self.flush()
+        if self._waiting:
+            self.flush()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -126,6 +127,9 @@ class Run:
         self.folder = Path(config.run)
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
+            ours = (self.folder / LOCK).exists() or checkpoints_in(self.checkpoints)
+            if not ours and (foreign := sorted(path.name for path in self.folder.iterdir())):
+                raise UserError(f"{self.folder} is not a run's ({', '.join(foreign[:3])}): choose another --run")
             self._lock = self._take()
         try:
             self._settle()
@@ -136,7 +140,7 @@ class Run:
         self.samples = Lines(self.folder / "samples.jsonl")
 
     def _take(self) -> TextIO:
-        lock = open(self.folder / _LOCK, "a", encoding="utf-8")  # noqa: SIM115, held as long as the run
+        lock = open(self.folder / LOCK, "a", encoding="utf-8")  # noqa: SIM115, held as long as the run
         if sys.platform != "win32":
             import fcntl
 
@@ -148,24 +152,15 @@ class Run:
         return lock
 
     def _settle(self) -> None:
-        """Writes the settings, if they are those of the run that is there, or there is none."""
+        """Checks the settings against those of the run that is there; one without a checkpoint may change them."""
         stored = stored_config(self.folder)
-        if stored is not None:
-            if differences := changed(stored, self.config):
-                raise UserError(
-                    f"{self.folder} holds a run with other settings ({'; '.join(differences)}): choose another --run, "
-                    "leave these settings as they were, or start from it by `anytime branch`"
-                )
-        elif not (self.folder / CONFIG).exists():
-            # What a process leaves that was killed right here is ours too.
-            foreign = [p.name for p in self.folder.iterdir() if p.name != _LOCK and not p.name.endswith(".tmp")]
-            if foreign:
-                raise UserError(
-                    f"{self.folder} is not a run's ({', '.join(sorted(foreign)[:3])}): choose another --run"
-                )
+        differences = [] if stored is None else changed(stored, self.config)
+        if differences and checkpoints_in(self.checkpoints):
+            raise UserError(
+                f"{self.folder} holds a run with other settings ({'; '.join(differences)}): choose another --run, "
+                "leave these settings as they were, or start from it by `anytime branch`"
+            )
         with self._writing():
-            if stored is None:
-                write_atomically(self.folder / CONFIG, to_toml(self.config).encode())
             self.checkpoints.mkdir(exist_ok=True)
             for folder in (self.folder, self.checkpoints, self.data):
                 sweep(folder)
@@ -215,7 +210,7 @@ class Run:
         self._lock.close()
 
 
-def find_checkpoint(path: Path, at: int | None = None) -> Path:
+def find_checkpoint(path: Path, at: int | None = None, warn: Callable[[str], None] | None = None) -> Path:
     """A checkpoint by its own folder, or a run's newest whole one, or that of a step."""
     if (path / "model.safetensors").exists():
         if at is not None:
@@ -234,7 +229,10 @@ def find_checkpoint(path: Path, at: int | None = None) -> Path:
     damaged: list[str] = []
     found = newest_whole(folder, damaged.append, at=at)
     if found is None:
-        raise UserError(damaged[0].replace("; the one before it is used", ""))
+        raise UserError(damaged[0])
+    for text in damaged:
+        if warn is not None:
+            warn(text)
     return found
 
 

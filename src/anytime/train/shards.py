@@ -65,6 +65,8 @@ class Shard:
             if count == 0:
                 raise UserError(f"{path} holds no tokens; delete it or write it anew")
             return cls(path, dtype, _HEADER, count)
+        if path.suffix != ".bin":
+            raise UserError(f"{path} is no file of tokens; if it is text, make tokens of it by `anytime data`")
         if size % 2:
             raise UserError(f"{path} has no header and {size} bytes, an odd number: these are not uint16 tokens")
         return cls(path, _NARROW[2], 0, size // 2)

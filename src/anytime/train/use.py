@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from .checkpoint import read_tensors
 from .config import merged
-from .data import check_vocabulary, open_data, tokenizer_in
+from .data import check_tokenizer, check_vocabulary, open_data, tokenizer_in
 from .device import choose_device
 from .errors import UserError
 from .evaluate import Evaluation, evaluate
-from .files import write_atomically
+from .files import by_umask, write_atomically
 from .model import GPT, ModelConfig
 from .runs import find_checkpoint, stored_config
 from .shards import Tokens
@@ -47,9 +49,14 @@ class Trained:
         return self.tokenizer
 
 
-def load(path: Path | str, *, at: int | None = None, device: str = "") -> Trained:
-    """The model of a run (its newest checkpoint, or that of step `at`), of a checkpoint's folder, or of an export."""
-    folder = find_checkpoint(Path(path), at)
+def load(
+    path: Path | str, *, at: int | None = None, device: str = "", warn: Callable[[str], None] | None = None
+) -> Trained:
+    """The model of a run (its newest checkpoint, or that of step `at`), of a checkpoint's folder, or of an export.
+
+    `warn` is told of checkpoints that are damaged and passed over.
+    """
+    folder = find_checkpoint(Path(path), at, warn)
     try:
         card = json.loads((folder / _CARD).read_text(encoding="utf-8"))
         config = merged(ModelConfig(), dict(card["model"]), source=str(folder / _CARD))
@@ -96,6 +103,7 @@ def evaluate_model(
     config = trained.model.config
     validation, tokenizer = _validation(trained, data)
     check_vocabulary(tokenizer, config.vocabulary)
+    check_tokenizer(tokenizer, trained.tokenizer)
     return evaluate(
         trained.model,
         validation,
@@ -134,15 +142,16 @@ def export(trained: Trained, to: Path, *, dtype: str = "float32") -> Path:
         beside.mkdir(parents=True)
         tensors = {n: t.to("cpu", getattr(torch, dtype)).contiguous() for n, t in trained.model.state_dict().items()}
         save_file(tensors, beside / _MODEL, metadata={"format": "pt"})
+        by_umask(beside / _MODEL)
         write_atomically(beside / _CARD, json.dumps({**trained.card, "dtype": dtype}, indent=1).encode())
         if trained.tokenizer is not None:
             trained.tokenizer.save(beside)
         if to.exists():
             to.rmdir()
         beside.rename(to)
-    except OSError as wrong:
+    except (OSError, SafetensorError) as wrong:
         shutil.rmtree(beside, ignore_errors=True)
-        raise UserError(f"cannot write to {to}: {wrong.strerror or wrong}") from None
+        raise UserError(f"cannot write to {to}: {getattr(wrong, 'strerror', None) or wrong}") from None
     return to
 
 
