@@ -171,7 +171,8 @@
     return padded(low, high, log, 0.015);
   };
 
-  // The first losses would flatten all that follows: on a linear axis the range is that of what comes after a fiftieth.
+  // The first losses would flatten all that follows: on a linear axis the range is that of what comes after a fiftieth,
+  // and of the last point of every run, however short or bad.
   const lossRange = (traces, end, logX, logY) => {
     let [low, high] = [Infinity, -Infinity];
     for (const { x, y } of traces) {
@@ -180,6 +181,8 @@
         low = Math.min(low, v);
         if (logX || x[i] >= end / 50) high = Math.max(high, v);
       });
+      const last = y.filter((v, i) => v !== null && x[i] !== null).at(-1);
+      if (last !== undefined) high = Math.max(high, last);
     }
     return padded(low, high, logY, 0.05);
   };
