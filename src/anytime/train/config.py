@@ -120,7 +120,7 @@ class Config:
     eval_tokens: int = 1 << 20
     # Steps from one checkpoint to the next; 0: only where the run stops.
     checkpoint_every: int = 1000
-    # Checkpoints kept besides milestones, at least 1.
+    # The newest checkpoints that are kept, at least 1; milestones are kept besides.
     keep_last: int = 2
     # Milestones, kept for good: a checkpoint every so many steps; 0 keeps none.
     keep_every: int = 0

@@ -290,7 +290,7 @@ class Loop:
     # ---------------------------------------------------------------- training
 
     def go(self) -> Result:
-        """Trains until the end, a signal, or an error; what is there then is saved."""
+        """Trains until the end or a signal, and saves; after an error the last checkpoint stands."""
         started = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         model = self.config.model
         about = {
