@@ -395,3 +395,26 @@ def test_killed_at_any_moment(tmp_path, workers):
     subprocess.run(command, check=True)
     prepare([str(path)], tmp_path / "at once", "bytes", part_bytes=1024, val_every=5, workers=1)
     assert contents(out) == contents(tmp_path / "at once")
+
+
+def test_inputs_that_were_mended_go_into_the_same_folder(tmp_path):
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "some words"}\n{"txt": "a mistake"}\n')
+    with pytest.raises(UserError, match="there is no 'text'"):
+        prepare([str(source)], tmp_path / "out", "bytes", val_every=0, workers=1)
+    source.write_text('{"text": "some words"}\n{"text": "mended"}\n')
+    made = prepare([str(source)], tmp_path / "out", "bytes", val_every=0, workers=1)
+    assert made.train.documents == 2
+
+
+def test_a_shard_without_its_record_is_no_obstacle(tmp_path):
+    """As a kill between the two leaves it; the inputs may even be mended before the next try."""
+    source, folder = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_text('{"txt": "a mistake"}\n')
+    with pytest.raises(UserError, match="there is no 'text'"):
+        prepare([str(source)], folder, "bytes", val_every=0, workers=1)
+    (folder / "train-000000.bin").write_bytes(b"of another try")
+    source.write_text('{"text": "mended, and longer"}\n')
+    made = prepare([str(source)], folder, "bytes", val_every=0, workers=1)
+    assert (made.train.documents, made.train.bytes) == (1, len("mended, and longer"))
+    assert len(Tokens.open(str(folder), "train")) == made.train.tokens

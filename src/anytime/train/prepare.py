@@ -192,11 +192,19 @@ def _digest(parts: Sequence[Part]) -> str:
 
 
 def _begin(job: _Job, settings: dict[str, Any], parts: Sequence[Part], choice: int | Tokenizer) -> Tokenizer:
-    """Checks or writes the settings, and gives the tokenizer. Once the settings stand, the tokenizer does too."""
+    """Checks or writes the settings, and gives the tokenizer. Once the settings stand, the tokenizer does too.
+
+    Settings with which no part was finished, as after a mistake in the inputs, hold nobody up.
+    """
     stand = job.out / _PARTS / _SETTINGS
+    begun = [path for path in stand.parent.glob("*.json") if path != stand]
     if stand.exists():
-        _compare(job.out, json.loads(stand.read_bytes()), settings)
-        return choice if isinstance(choice, Tokenizer) else Tokenizer.load(job.out)
+        stood = json.loads(stand.read_bytes())
+        if begun or stood == settings:
+            _compare(job.out, stood, settings)
+            return choice if isinstance(choice, Tokenizer) else Tokenizer.load(job.out)
+        for unfinished in job.out.glob("*.bin"):
+            unfinished.unlink()
     if strange := sorted(path.name for path in job.out.glob("*.bin")):
         raise UserError(f"{job.out} has {strange[0]}, which is not the work of prepare; use an empty folder")
     stand.parent.mkdir(parents=True, exist_ok=True)
