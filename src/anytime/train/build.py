@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ def with_horizon(config: Config) -> Config:
     return dataclasses.replace(config, optimizer=o)
 
 
+@functools.cache  # asked for at every step
 def warmup(config: OptimizerConfig) -> int:
     """Steps of the optimizer's own warmup."""
     if config.warmup_steps is not None:
