@@ -14,9 +14,10 @@ import pytest
 from safetensors.torch import load_file
 
 import anytime
-from anytime import cli
+from anytime import SFAdamW, bench, cli
 from anytime.cli import main
 from anytime.train.config import PRESETS, Config, merged, preset, read_toml, to_toml
+from anytime.train.errors import UserError
 from anytime.train.loop import Result
 from anytime.train.prepare import Count, Summary
 from anytime.train.runs import read_lines, stored_config
@@ -136,6 +137,7 @@ def test_argv_is_the_default(monkeypatch, capsys):
         ("eval", ["--data", "--at", "--tokens", "--at-once", "--device"]),
         ("export", ["--to", "--at", "--dtype"]),
         ("report", ["--out"]),
+        ("bench", ["--preset", "--device", "--part", "--dtype", "--steps", "--only", "--out", "--picture"]),
     ],
 )  # fmt: skip
 def test_help_names_the_arguments(name, arguments, capsys):
@@ -600,6 +602,91 @@ def test_a_vocabulary_too_small_for_the_data_says_what_to_set(here, capsys):
     capsys.readouterr()
     words = fails(["train", "tiny.toml", "--run", "new", "--data.path", "made", "--until", "1 steps"], capsys)
     assert "the data's tokenizer has 300 ids, the model a vocabulary of 256: set --model.vocabulary 320" in words
+
+
+# ------------------------------------------------------------------- bench
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path) -> Path:
+    """A preset of two layers, and rates that need no measuring."""
+    monkeypatch.setitem(PRESETS, "tiny", {"model": {"layers": 2, "width": 8, "head": 4, "vocabulary": 16}})
+    monkeypatch.setattr(bench, "measure_rates", lambda device: bench.Rates(1e9, 1e9))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_bench_shows_a_table_writes_rows_and_draws(tiny, capsys):
+    asked = ["bench", "--preset", "tiny", "--part", "both", "--steps", "2", "--device", "cpu"]
+    assert main([*asked, "--only", "SFNorMuon", "torch-adamw", "--out", "rows.jsonl", "--picture", "bars.svg"]) == 0
+    said = capsys.readouterr().out
+    assert "tiny, 12 matrices: " in said
+    assert "tiny, all parameters: " in said
+    assert said.count("SFNorMuon") == said.count("torch AdamW, fused") == 2
+    assert said.count("floor: ") == 2
+    assert f"Picture: {tiny / 'bars.svg'}" in said
+    assert "</svg>" in (tiny / "bars.svg").read_text()
+    rows = [json.loads(line) for line in (tiny / "rows.jsonl").read_text().splitlines()]
+    assert [(row["part"], row["contestant"]) for row in rows] == [
+        (part, name) for part in ("matrices", "all") for name in ("SFNorMuon", "torch AdamW, fused")
+    ]
+
+
+def test_bench_chooses_by_the_device(tiny, monkeypatch, capsys):
+    """Without arguments: a preset that suits it, all parameters, and every optimizer that is installed."""
+    seen = []
+
+    def measure(name, part, among, device, *, dtype, steps, tell):
+        seen.append((name, part, [c.name for c in among], device.type, str(dtype), steps))
+        raise UserError("enough")
+
+    monkeypatch.setattr(bench, "measure", measure)
+    assert fails(["bench"], capsys) == "enough"
+    ((name, part, names, device, dtype, steps),) = seen
+    assert name == {"cuda": "125M", "cpu": "2M"}[device]
+    assert (part, dtype, steps) == ("all", "torch.float32", None)
+    assert {"SFNorMuon", "SFAdamW", "paper's listing", "torch AdamW, fused", "torch Muon"} <= {*names}
+
+
+def test_bench_says_what_is_not_installed_and_what_failed(tiny, monkeypatch, capsys):
+    def broken(params):
+        raise RuntimeError("no such kernel\nand more")
+
+    among = [bench.Contestant("mine", SFAdamW, ours=True), bench.Contestant("broken", broken)]
+    among.append(bench.Contestant("absent", broken, module="no_such_package"))
+    monkeypatch.setattr(bench, "contestants", lambda device: among)
+    assert main(["bench", "--preset", "tiny", "--steps", "1", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "RuntimeError: no such kernel" in said
+    assert "and more" not in said
+    assert "absent" not in said
+    assert "left out, not installed: no_such_package" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "127M"], "there is no preset '127M'; did you mean '12M'?"),
+        (["--only", "SFNorMoun"], "there is no contestant 'SFNorMoun'; did you mean 'SFNorMuon'?"),
+        (["--only", ","], "there is no contestant ','"),
+        (["--steps", "0"], "steps is 0, must be at least 1"),
+        (["--picture", "bars.gif"], "the picture is 'bars.gif', must end in .svg, .png or .pdf"),
+        (["--device", "cuda:99"], "device is 'cuda:99', which is not here"),
+        (["--out", "none/rows.jsonl"], "none/rows.jsonl could not be written: No such file or directory"),
+    ],
+)
+def test_bench_says_what_is_wrong_in_a_line(tiny, monkeypatch, arguments, words, capsys):
+    given = arguments if "--only" in arguments else [*arguments, "--only", "SFAdamW"]
+    given = given if "--preset" in arguments else ["--preset", "tiny", *given]
+    monkeypatch.setattr(bench, "_race", None)  # found before anything is measured
+    assert main(["bench", "--steps", "1", *given]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {words}")
+
+
+def test_bench_without_matplotlib(tiny, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    words = fails(["bench", "--preset", "tiny", "--picture", "bars.svg"], capsys)
+    assert words == "the picture needs matplotlib: pip install matplotlib"
 
 
 # ------------------------------------------------------------- as a process

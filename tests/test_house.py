@@ -28,6 +28,7 @@ ROOMS = (
     "train",
     "experiments",
     "integrations",
+    "bench",
     "cli",
 )
 

@@ -408,6 +408,76 @@ def report(runs: tuple[str, ...], /, out: str = "") -> int:
     return 0
 
 
+def bench(
+    preset: tuple[str, ...] = (),
+    device: str = "",
+    part: Literal["matrices", "all", "both"] = "all",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    steps: int | None = None,
+    only: tuple[str, ...] = (),
+    out: str = "",
+    picture: str = "",
+) -> int:
+    """how long an optimizer step takes here, beside other libraries': anytime bench [--preset NAME…] [--picture FILE]
+
+    Args:
+        preset: models by name; one that suits the device by default.
+        device: empty is CUDA where there is one, else the CPU.
+        part: the hidden matrices alone, all parameters, or one table for each.
+        dtype: of weights and gradients.
+        steps: how many the median is of; 20 on CUDA, 5 elsewhere.
+        only: optimizers whose names contain one of these.
+        out: a file of JSON lines to append the rows to.
+        picture: a file of bars to draw, .svg, .png or .pdf.
+    """
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from . import bench as room
+    from .train.device import choose_device
+    from .train.runs import Lines
+
+    where = choose_device(device)
+    among, missing = room.chosen(room.contestants(where), only)
+    presets = preset or (room.PRESET["cuda" if where.type == "cuda" else "cpu"],)
+    for name in presets:
+        settings.preset(name)
+    if picture:
+        room.figure_class(Path(picture))
+    lines = Lines(Path(out))
+
+    def write(rows: Sequence[Mapping[str, Any]]) -> None:
+        for row in rows if out else ():
+            lines.add(row)
+        if out and (wrong := lines.flush()):
+            raise UserError(f"{out} could not be written: {wrong.strerror}")
+
+    write([])  # whether it can be, before anything is measured
+    console = Console(file=sys.stdout, highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
+    found = []
+    for name in presets:
+        for each in room.PARTS if part == "both" else (part,):
+            with console.status(f"{name}, {each}") as shown:
+                kind = getattr(torch, dtype)
+                rows = room.measure(name, each, among, where, dtype=kind, steps=steps, tell=shown.update)
+            found += rows
+            head, *body = room.cells(rows)
+            table = Table()
+            for i, title in enumerate(head):
+                table.add_column(title, justify="left" if title in ("optimizer", "note") else "right", no_wrap=i == 0)
+            for row, line in zip(rows, body, strict=True):
+                table.add_row(*line, style="bold" if row["ours"] else "red" if "error" in row else "")
+            console.print(room.heading(rows[0]), table, room.floor_line(rows), sep="\n", soft_wrap=True)
+            write(rows)
+    if missing:
+        _say(f"left out, not installed: {', '.join(missing)}")
+    if picture:
+        room.draw(found, Path(picture))
+        _say(f"Picture: {Path(picture).resolve()}")
+    return 0
+
+
 def _typed(name: str, function: Callable[..., int]) -> Command:
     """A command whose arguments are the function's parameters."""
 
@@ -426,6 +496,7 @@ COMMANDS: dict[str, Command] = {
     "eval": _typed("eval", evaluate),
     "export": _typed("export", export),
     "report": _typed("report", report),
+    "bench": _typed("bench", bench),
 }
 
 if __name__ == "__main__":

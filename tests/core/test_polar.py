@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anytime.core.polar import COEFFICIENTS, METHODS, polar, project, svd_polar, unit_norm
+import anytime
+from anytime.core.polar import COEFFICIENTS, METHODS, low_rank_polar, polar, project, svd_polar, unit_norm
 
 F64 = torch.float64
 #: Where singular values of [1e-3, 1] land, as the table of coefficients says, to its last digit.
@@ -53,10 +54,11 @@ def in_basis(P, U, V):
 
 
 def test_every_method_is_tested():
-    assert set(METHODS) == set(INTERVALS) == {*COEFFICIENTS, "svd"}
+    """The low-rank factor has no interval: what it leaves out is zero."""
+    assert set(METHODS) == {*INTERVALS, "low-rank"} == {*COEFFICIENTS, "svd", "low-rank"}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", INTERVALS)
 @quick
 @given(decomposition=decomposed(), scale=st.floats(-20, 20))
 def test_singular_values_land_in_the_interval_and_vectors_stay(method, decomposition, scale):
@@ -147,7 +149,7 @@ def test_a_zero_matrix_gives_zero(method, dtype):
     M = torch.stack([torch.zeros(4, 6, dtype=dtype), randn(4, 6, dtype=dtype)])
     P = polar(M, method)
     assert torch.equal(P[0], torch.zeros_like(P[0]))
-    assert P[1].norm() > 1
+    assert P[1].norm() > 0.9
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -158,8 +160,11 @@ def test_an_empty_matrix_gives_an_empty_one(method, shape):
 
 @pytest.mark.parametrize("safety", [1.0, 1.5])
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1.0, 1e38])
-def test_unit_norm(scale, safety):
-    M = randn(3, 4, 5, dtype=torch.float32).clamp(-1, 1)
+@pytest.mark.parametrize("low", [-1.0, 0.0])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_unit_norm(sign, low, scale, safety):
+    """Entries of both signs, or of one."""
+    M = sign * randn(3, 4, 5, dtype=torch.float32).clamp(low, 1)
     norms = torch.linalg.matrix_norm(unit_norm(M * scale, safety))
     torch.testing.assert_close(norms, torch.full_like(norms, 1 / safety), rtol=1e-5, atol=0)
 
@@ -200,6 +205,84 @@ def test_near_rank_one(method, second, dtype):
     assert torch.isfinite(P).all()
     assert 0.6 <= float(in_basis(P, U, V)[0, 0]) <= 1.21
     assert float(torch.linalg.matrix_norm(P, 2)) <= 1.21
+
+
+# ----------------------------------------------------------------- low rank
+
+
+@quick
+@given(decomposition=decomposed(smallest=1e-2), more=st.integers(0, 3), data=st.data())
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_low_rank_is_exact_where_it_is_enough(dtype, decomposition, more, data):
+    """M of rank k has the polar factor of its support, for every rank from k on: nothing comes of rounding."""
+    U, sigma, V = decomposition
+    k = data.draw(st.integers(1, len(sigma)))
+    U, sigma, V = U[:, :k], sigma[:k], V[:, :k]
+    P = low_rank_polar(((U * sigma) @ V.T).to(dtype), k + more)
+    torch.testing.assert_close(P.double(), U @ V.T, rtol=0, atol={torch.float32: 1e-4, F64: 1e-12}[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("factor", [20.0, 0.5, 0.0])
+def test_low_rank_cuts_where_the_svd_does(factor, dtype):
+    M = torch.nn.functional.pad(
+        torch.diag(torch.tensor([1.0, factor * 8 * torch.finfo(dtype).eps], dtype=dtype)), (0, 6)
+    )
+    torch.testing.assert_close(low_rank_polar(M, 2), svd_polar(M), rtol=0, atol=0.2)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (3, 24, 24)])
+def test_low_rank_is_an_isometry_of_that_rank_along_the_leading_directions(shape):
+    """With gaps of 10 between singular values two power iterations find the leading 5 of 24."""
+    count = shape[0] if len(shape) == 3 else 1
+    U = torch.stack([orthonormal(shape[-2], 24, 3 * i) for i in range(count)])
+    V = torch.stack([orthonormal(shape[-1], 24, 3 * i + 1) for i in range(count)])
+    M = ((U * 10.0 ** -torch.arange(24.0, dtype=F64)) @ V.mT).reshape(shape)
+    P = low_rank_polar(M, 5)
+    torch.testing.assert_close(P.reshape(count, *shape[-2:]), U[..., :5] @ V[..., :5].mT, rtol=0, atol=1e-3)
+    values = torch.linalg.svdvals(P)
+    expected = torch.cat([torch.ones(5, dtype=F64), torch.zeros(19, dtype=F64)]).expand_as(values)
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("shape", "rank"), [((16, 16), 4), ((9, 40), 2), ((3, 50), 1), ((2, 20, 12), 3)])
+def test_low_rank_by_name_is_a_quarter_of_the_smaller_side(shape, rank):
+    M = randn(*shape)
+    P = polar(M, "low-rank")
+    assert torch.equal(P, low_rank_polar(M, rank))
+    assert (torch.linalg.matrix_rank(P) == rank).all()
+
+
+def test_more_iterations_come_nearer_to_the_leading_directions():
+    M = randn(96, 64)
+    S = torch.linalg.svdvals(M)
+    found = [float((low_rank_polar(M, 16, i) * M).sum() / S[:16].sum()) for i in (1, 2, 4, 8)]
+    assert found == sorted(found)
+    assert found[0] > 0.7
+    assert 0.99 < found[3] <= 1 + 1e-12
+
+
+def test_low_rank_is_the_same_each_time_and_takes_no_random_numbers():
+    M = randn(12, 8)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    P = polar(M, "low-rank")
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert torch.equal(polar(M, "low-rank"), P)
+
+
+@pytest.mark.parametrize("given_as", ["low-rank", lambda M: low_rank_polar(M, 2)], ids=["name", "callable"])
+def test_an_optimizer_takes_it(given_as):
+    p = torch.nn.Parameter(randn(16, 12).float())
+    before = p.detach().clone()
+    optimizer = anytime.SFMuon([p], lr=0.1, warmup_steps=0, weight_decay=0.0, polar=given_as)
+    p.grad = randn(16, 12, seed=1).float()
+    optimizer.step()
+    values = torch.linalg.svdvals(p.detach() - before)
+    rank = 3 if given_as == "low-rank" else 2
+    assert values[rank - 1] > 0.5 * values[0]
+    assert values[rank] < 1e-5 * values[0]
 
 
 # ---------------------------------------------------- batches, sides, dtypes

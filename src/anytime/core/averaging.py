@@ -79,11 +79,11 @@ def tick(
 
 
 def x_of(y: Tensor, d: Tensor, beta: Tensor) -> Tensor:
-    return y - (1 - beta).to(y.dtype) * d
+    return torch.addcmul(y, d, (1 - beta).to(y.dtype), value=-1)
 
 
 def z_of(y: Tensor, d: Tensor, beta: Tensor) -> Tensor:
-    return y + beta.to(y.dtype) * d
+    return torch.addcmul(y, d, beta.to(y.dtype))
 
 
 def advance_(y: Tensor, d: Tensor, dz: Tensor, c: Tensor, beta: Tensor, beta_next: Tensor) -> None:
@@ -93,5 +93,5 @@ def advance_(y: Tensor, d: Tensor, dz: Tensor, c: Tensor, beta: Tensor, beta_nex
     not lose digits to x and z. c, β and β' are 0-dim.
     """
     keep = beta_next * (1 - c)
-    y.add_((beta - keep).to(y.dtype) * d).add_((1 - keep).to(y.dtype) * dz)
+    y.addcmul_(d, (beta - keep).to(y.dtype)).addcmul_(dz, (1 - keep).to(y.dtype))
     d.add_(dz).mul_((1 - c).to(d.dtype))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout
-from .polar import polar, svd_polar, unit_norm
+from .polar import at_once, polar, svd_polar, unit_norm
 
 Options = Mapping[str, Any]
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
@@ -150,27 +150,38 @@ class Spectral(Direction):
         rows: list[list[Tensor]] = []
         if options["row_norm"]:
             rows = [layout.row_pieces(s["row_moment"]) for s, layout in zip(batch.states, batch.layouts, strict=True)]
-        for same_shape in places.values():
-            stack = [pieces[i][j] for i, j in same_shape]
-            P = polar(torch.cat(stack), options["polar"], options["polar_dtype"])
-            if rows:
-                P = _normalize_rows(P, [rows[i][j] for i, j in same_shape], batch)
-            U = torch.split(_scaled(P, options), [len(part) for part in stack])
-            for (i, j), u in zip(same_shape, U, strict=True):
-                pieces[i][j] = u
+        for shape, same_shape in places.items():
+            size = at_once(*shape, batch.t.device)
+            for together in (same_shape[k : k + size] for k in range(0, len(same_shape), size)):
+                stack = [pieces[i][j] for i, j in together]
+                P = polar(torch.cat(stack), options["polar"], options["polar_dtype"])
+                P = _normalize_rows(P, [rows[i][j] for i, j in together], batch) if rows else _scaled(P, options)
+                for (i, j), u in zip(together, torch.split(P, [len(part) for part in stack]), strict=True):
+                    pieces[i][j] = u
         return [
             layout.join(parts, g.shape) for layout, parts, g in zip(batch.layouts, pieces, batch.grads, strict=True)
         ]
 
 
 def _normalize_rows(P: Tensor, rows: Sequence[Tensor], batch: Batch) -> Tensor:
-    """P̂ = P / (√v + ε), v the running mean square of each row of P [B, m, n]; `rows` [b, m] add up to B."""
+    """P̂ = P / (√v + ε), scaled, v the running mean square of each row of P [B, m, n]; `rows` [b, m] add up to B.
+
+    What P̂ is to be scaled by follows from its rows too, so that P is read twice in all, and written over.
+    """
+    m, n = P.shape[-2:]
     beta2 = batch.options["beta2"] if "beta2" in batch.options else batch.options["betas"][1]
     a, b = batch.weights(beta2, P.dtype)
-    v = torch.cat(list(rows)).mul_(a).addcmul_(P.square().mean(dim=-1), b)
+    rms = torch.linalg.vector_norm(P, dim=-1) / math.sqrt(n)
+    v = torch.cat(list(rows)).mul_(a).addcmul_(rms.square(), b)
     for row, new in zip(rows, torch.split(v, [len(row) for row in rows]), strict=True):
         row.copy_(new)
-    return torch.div(P, _positive(v.sqrt(), batch.options["eps"]).unsqueeze(-1))
+    root = _positive(v.sqrt(), batch.options["eps"])
+    if batch.options["scaling"] == "rms":
+        norm = torch.linalg.vector_norm(rms / root, dim=-1, keepdim=True)
+        factor = batch.options["update_rms"] * math.sqrt(m) / torch.where(norm > 0, norm, 1)
+    else:
+        factor = _multiplier(m, n, batch.options)
+    return P.mul_((factor / root).unsqueeze(-1))
 
 
 def _positive(root: Tensor, eps: float) -> Tensor:
@@ -179,14 +190,16 @@ def _positive(root: Tensor, eps: float) -> Tensor:
 
 
 def _scaled(P: Tensor, options: Options) -> Tensor:
-    m, n = P.shape[-2:]
     if options["scaling"] == "rms":
-        return unit_norm(P).mul_(options["update_rms"] * math.sqrt(m * n))
+        return unit_norm(P).mul_(options["update_rms"] * math.sqrt(P.shape[-2] * P.shape[-1]))
+    return P.mul_(_multiplier(P.shape[-2], P.shape[-1], options)) if options["scaling"] else P
+
+
+def _multiplier(m: int, n: int, options: Options) -> float:
+    """The factor of an m × n matrix under the scalings that do not look at it."""
     if options["scaling"] == "max-side":
-        return P.mul(options["update_rms"] * math.sqrt(max(m, n)))
-    if options["scaling"] == "aspect":
-        return P.mul(math.sqrt(max(1.0, m / n)))
-    return P
+        return float(options["update_rms"] * math.sqrt(max(m, n)))
+    return math.sqrt(max(1.0, m / n)) if options["scaling"] == "aspect" else 1.0
 
 
 def duality_map(G: Tensor, norm: str) -> Tensor:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Piece(NamedTuple):
+    """An m × n matrix inside a parameter: its first element and the distance of its rows, and the same for the
+    statistic a row that goes with it."""
+
+    m: int
+    n: int
+    first: int
+    stride: int
+    first_row: int
+    row_stride: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,19 @@ class Layout:
     def join(self, pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """The inverse of `pieces`."""
         return (torch.cat(list(pieces), dim=1 + self.dim) if len(pieces) > 1 else pieces[0]).reshape(list(shape))
+
+    def addresses(self, shape: Sequence[int]) -> Iterator[Piece]:
+        """Where each matrix of a contiguous parameter of this shape lies, in the order of `pieces` and within them."""
+        count, M, N = self.shape(shape)
+        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        for j, (start, size) in enumerate(zip(starts, self.sizes, strict=True) if self.sizes else [(0, 0)]):
+            for i in range(count):
+                if not self.sizes:
+                    yield Piece(M, N, i * M * N, N, i * M, 1)
+                elif self.dim == 0:
+                    yield Piece(size, N, i * M * N + start * N, N, i * M + start, 1)
+                else:
+                    yield Piece(M, size, i * M * N + start, N, i * M * len(self.sizes) + j, len(self.sizes))
 
     def row_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of a statistic a row: the parameter's leading dimensions, so that it shards as the parameter does."""

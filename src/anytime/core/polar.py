@@ -17,7 +17,7 @@ Polar = str | Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Coefficients:
-    """A named iteration: one (a, b, c) a step, and what the input's norm is divided by beyond itself."""
+    """A named iteration: one (a, b, c) a step, c ≠ 0, and what the input's norm is divided by beyond itself."""
 
     steps: tuple[tuple[float, float, float], ...]
     safety: float = 1.0
@@ -49,7 +49,7 @@ COEFFICIENTS: dict[str, Coefficients] = {
         )
     ),
 }
-METHODS = (*COEFFICIENTS, "svd")
+METHODS = (*COEFFICIENTS, "svd", "low-rank")
 
 
 def polar(M: Tensor, method: Polar = "newton-schulz", dtype: torch.dtype | None = None) -> Tensor:
@@ -68,6 +68,9 @@ def polar(M: Tensor, method: Polar = "newton-schulz", dtype: torch.dtype | None 
         return factors.reshape(M.shape).to(M.dtype)
     if method == "svd":
         return svd_polar(M if dtype is None else M.to(torch.promote_types(dtype, torch.float32))).to(M.dtype)
+    if method == "low-rank":
+        A = M if dtype is None else M.to(torch.promote_types(dtype, torch.float32))
+        return low_rank_polar(A, max(1, min(M.shape[-2:]) // 4)).to(M.dtype)
     dtype = dtype or (torch.bfloat16 if M.is_cuda else M.dtype)
     return polynomial_polar(M, COEFFICIENTS[method], dtype).to(M.dtype)
 
@@ -75,29 +78,147 @@ def polar(M: Tensor, method: Polar = "newton-schulz", dtype: torch.dtype | None 
 def unit_norm(M: Tensor, safety: float = 1.0) -> Tensor:
     """M / (safety · ‖M‖_F), zero where M is; the largest entry is divided out first so that no square under- or
     overflows, whatever M's scale."""
-    peak = M.abs().amax(dim=(-2, -1), keepdim=True)
+    peak = torch.maximum(M.amax(dim=(-2, -1), keepdim=True), -M.amin(dim=(-2, -1), keepdim=True))
     M = M / torch.where(peak > 0, peak, 1)
     norm = torch.linalg.matrix_norm(M, keepdim=True)
-    return M / torch.where(norm > 0, norm * safety, 1)
+    return M.div_(torch.where(norm > 0, norm * safety, 1))
+
+
+# ------------------------------------------------------------ the polynomials
+
+Iteration = Callable[[Tensor, Coefficients], Tensor]
+Symmetric = tuple[Tensor, Tensor, Tensor]
+
+
+def iteration(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Iteration:
+    """The cheapest accurate way to iterate on m × n, m ≤ n: halves save products where those are the cost, as large
+    matrices on a CPU; the Gram matrix saves more from n = 1.5 m, and costs digits that float32 has to spare."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.float64) or m < 256:
+        return _whole
+    return _on_gram if dtype == torch.float32 and 2 * n >= 3 * m else _in_halves
+
+
+def at_once(m: int, n: int, device: torch.device) -> int:
+    """How many m × n matrices to take together: on a CPU as many as its caches hold, elsewhere all."""
+    return max(4, 600_000 // (m * n)) if device.type == "cpu" else 2**62
 
 
 def polynomial_polar(M: Tensor, coefficients: Coefficients, dtype: torch.dtype) -> Tensor:
     """[..., m, n] -> [..., m, n] in `dtype`, iterating on the smaller side's Gram matrix."""
-    tall = M.shape[-2] > M.shape[-1]
-    X = unit_norm(M, coefficients.safety).to(dtype)
-    X = X.mT if tall else X
+    m, n = M.shape[-2:]
+    iterate = iteration(min(m, n), max(m, n), dtype, M.device)
+    parts = []
+    for part in torch.split(M.reshape(-1, m, n), at_once(m, n, M.device)):
+        X = unit_norm(part, coefficients.safety).to(dtype)
+        parts.append(iterate(X.mT, coefficients).mT if m > n else iterate(X, coefficients))
+    return (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(M.shape)
+
+
+def _whole(X: Tensor, coefficients: Coefficients) -> Tensor:
+    """As written at the top, all of a batch in one product."""
     for a, b, c in coefficients.steps:
         A = X @ X.mT
-        X = a * X + (b * A + c * (A @ A)) @ X
-    return X.mT if tall else X
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X
 
 
-def svd_polar(M: Tensor) -> Tensor:
-    """U Vᵀ over the singular values above max(m, n)·eps·σ₁: the exact duality map of the spectral norm."""
+def _in_halves(X: Tensor, coefficients: Coefficients) -> Tensor:
+    """The same, with X in an upper and a lower half and symmetric matrices without their fourth block."""
+    halves = _split(X)
+    for a, b, c in coefficients.steps:
+        halves = _apply(_quadratic(_gram(halves), a, b, c), halves)
+    if X.is_contiguous():
+        return torch.cat(halves, dim=-2)
+    return torch.cat([half.mT for half in halves], dim=-1).mT  # as X lies in memory
+
+
+def _on_gram(X: Tensor, coefficients: Coefficients) -> Tensor:
+    """X ← Q X at the end alone: B = a + b R + c R², Q ← B Q and R ← B R B for the Gram matrix R = X Xᵀ.
+
+    All of them commute, up to rounding. R may be taken as symmetric nevertheless, but not Q: that would let the
+    rounding of each step grow with the largest value of Q, and X of nearly rank one is lost to it.
+    """
+    R = _gram(_split(X))
+    Q: tuple[Tensor, Tensor] | None = None
+    for i, (a, b, c) in enumerate(coefficients.steps):
+        B = _quadratic((R[0].clone(), R[1], R[2].clone()), a, b, c)
+        Q = _apply(B, Q) if Q else (torch.cat([B[0], B[1].mT], dim=-1), torch.cat([B[1], B[2]], dim=-1))
+        if i + 1 < len(coefficients.steps):
+            R = _product(_product(B, R), B)
+    if Q is None:
+        return X
+    whole = torch.cat(Q, dim=-2)
+    return whole @ X if X.is_contiguous() else (X.mT @ whole.mT).mT  # as X lies in memory
+
+
+def _split(X: Tensor) -> tuple[Tensor, Tensor]:
+    half = X.shape[-2] // 2
+    return X[:, :half], X[:, half:]
+
+
+def _gram(X: tuple[Tensor, Tensor]) -> Symmetric:
+    """X Xᵀ as its blocks (11, 21, 22)."""
+    upper, lower = X
+    return torch.bmm(upper, upper.mT), torch.bmm(lower, upper.mT), torch.bmm(lower, lower.mT)
+
+
+def _quadratic(A: Symmetric, a: float, b: float, c: float) -> Symmetric:
+    """a + b A + c A², A spent: as c (A + b/2c)² + a − b²/4c, it is one product and two diagonals."""
+    A = _shifted(A, b / (2 * c))
+    return _shifted(_product(A, A, c), a - b * b / (4 * c))
+
+
+def _shifted(A: Symmetric, by: float) -> Symmetric:
+    """A + by, in place."""
+    for block in (A[0], A[2]):
+        block.diagonal(dim1=-2, dim2=-1).add_(by)
+    return A
+
+
+def _product(A: Symmetric, B: Symmetric, scale: float = 1.0) -> Symmetric:
+    """scale · A B of symmetric matrices that commute; what is added to with beta = 0 gives its shape alone."""
+    (A11, A21, A22), (B11, B21, B22) = A, B
+    return (
+        torch.baddbmm(A11, A11, B11, beta=0, alpha=scale).baddbmm_(A21.mT, B21, alpha=scale),
+        torch.baddbmm(A21, A21, B11, beta=0, alpha=scale).baddbmm_(A22, B21, alpha=scale),
+        torch.baddbmm(A22, A21, B21.mT, beta=0, alpha=scale).baddbmm_(A22, B22, alpha=scale),
+    )
+
+
+def _apply(B: Symmetric, X: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """B X."""
+    upper, lower = X
+    return torch.bmm(B[0], upper).baddbmm_(B[1].mT, lower), torch.bmm(B[1], upper).baddbmm_(B[2], lower)
+
+
+# ------------------------------------------------------------ exact, and parts
+
+
+def svd_polar(M: Tensor, size: int = 0) -> Tensor:
+    """U Vᵀ over the singular values above max(m, n, size)·eps·σ₁: the exact duality map of the spectral norm."""
     U, S, Vh = torch.linalg.svd(unit_norm(M), full_matrices=False)
-    cutoff = max(M.shape[-2:]) * torch.finfo(S.dtype).eps * S[..., :1]
+    cutoff = max(*M.shape[-2:], size) * torch.finfo(S.dtype).eps * S[..., :1]
     kept: Tensor = (S > cutoff) & (S > 0)  # noqa: SIM300
     return torch.matmul(U * kept.to(U.dtype).unsqueeze(-2), Vh)
+
+
+def low_rank_polar(M: Tensor, rank: int, iterations: int = 2) -> Tensor:
+    """The polar factor of each matrix of M [..., m, n] within its leading `rank` directions, found by power iterations
+    from a fixed random start, as in Dion (arXiv 2504.05295); exact where M has no more than those.
+
+    The same for the same M, and torch's random state is not touched. QR and SVD read from the device: a CUDA graph
+    cannot hold it.
+    """
+    m, n = M.shape[-2:]
+    if m > n:
+        return low_rank_polar(M.mT, rank, iterations).mT
+    X = unit_norm(M)
+    start = torch.randn(n, min(rank, m), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    V = start.to(X)
+    for _ in range(iterations):
+        U, _ = torch.linalg.qr(X @ V)
+        V, R = torch.linalg.qr(X.mT @ U)  # U Uᵀ X = U Rᵀ Vᵀ
+    return torch.matmul(U @ svd_polar(R.mT, size=n), V.mT)
 
 
 def project(Z: Tensor, ball: str, radius: float) -> Tensor:

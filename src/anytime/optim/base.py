@@ -28,8 +28,10 @@ from ..core import averaging
 from ..core.direction import Batch
 from ..core.layout import Layout
 from ..core.polar import project
+from . import fused
 from .files import ABOUT, Resumable
 from .groups import Group, Place, Router, Ruled, places
+from .options import validate
 from .rules import RULES
 
 State = dict[str, Tensor]
@@ -49,6 +51,8 @@ class AnytimeOptimizer(Resumable):
     rules: name pattern -> "matrix", "rest" or options (rule, split, rate, lr, …); the first match wins.
     unmatched: "auto" routes what no pattern matches, "raise" refuses it.
     on_nonfinite: "skip" leaves out a step whose gradients hold inf or NaN, "raise" stops there.
+    graph: replay step() from a CUDA graph where the kernels do all of it on one device; elsewhere it has no effect.
+    chunk_bytes: working memory of the kernels at a time; None is a seventh of the state.
     """
 
     averages = True
@@ -62,12 +66,19 @@ class AnytimeOptimizer(Resumable):
         rules: routing.Rules | None = None,
         unmatched: str = "auto",
         on_nonfinite: str = "skip",
+        graph: bool = False,
+        chunk_bytes: int | None = None,
     ) -> None:
-        if on_nonfinite not in ("skip", "raise"):
-            raise ValueError(f"{type(self).__name__}: on_nonfinite is {on_nonfinite!r}; it must be 'skip' or 'raise'")
+        validate(
+            handling := {"on_nonfinite": on_nonfinite, "graph": graph, "chunk_bytes": chunk_bytes},
+            handling,
+            type(self).__name__,
+        )
         self.plan = routing.Plan()
         self._router = Router(type(self).__name__, matrix, rest, dict(rules or {}), unmatched)
         self._on_nonfinite = on_nonfinite
+        self._graph, self._chunk_bytes = graph, chunk_bytes
+        self._fused = fused.Engines()
         self._training = True
         self._skipped: dict[torch.device, Tensor] = {}
         self._fitted: dict[Tensor, tuple[torch.device, torch.dtype]] = {}
@@ -75,8 +86,9 @@ class AnytimeOptimizer(Resumable):
         super().__init__(groups, dict((matrix or rest).options))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("plan", "_router", "_on_nonfinite", "_training", "_skipped")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_fitted": {}}
+        own = ("plan", "_router", "_on_nonfinite", "_graph", "_chunk_bytes", "_training", "_skipped")
+        kept = {name: getattr(self, name) for name in own}
+        return {**super().__getstate__(), **kept, "_fitted": {}, "_fused": fused.Engines()}
 
     def __repr__(self) -> str:
         lists = ("params", "param_names", "layouts", "order", "rule", *ABOUT)
@@ -191,11 +203,37 @@ class AnytimeOptimizer(Resumable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = self._work()
-        finite = self._finite([p.grad for _, members in work for p, _, _ in members if p.grad is not None])
-        for group, members in work:
-            self._update(group, members, finite[members[0][0].device])
+        engine = self._fused.again(self.param_groups, self.state)
+        if engine is None:
+            by_kernels, rest = fused.split(self._work())
+            if len(by_kernels) != 1 or rest:
+                self._step_in_parts(by_kernels, rest)
+                return loss
+            (work,) = by_kernels.values()
+            engine = self._fused.get(work, self.averages, self._chunk_bytes)
+            self._fused.remember(engine, work, self.param_groups, self.state)
+        self._fused.run(engine, graph=self._graph)
+        self._judge({engine.device: engine.ok})
         return loss
+
+    def _step_in_parts(self, by_kernels: Mapping[torch.device, fused.Work], rest: fused.Work) -> None:
+        """The step of several devices, or of parameters that the kernels do not take."""
+        engines = {
+            device: self._fused.get(work, self.averages, self._chunk_bytes) for device, work in by_kernels.items()
+        }
+        flags = []
+        for engine in engines.values():
+            engine.check()
+            flags.append(engine.bad == 0)
+        finite = self._finite(
+            [p.grad for _, members in rest for p, _, _ in members if p.grad is not None], flags, [*engines]
+        )
+        self._judge(finite)
+        for device, engine in engines.items():
+            engine.bad.copy_(finite[device] == 0)
+            engine.update()
+        for group, members in rest:
+            self._update(group, members, finite[members[0][0].device])
 
     def _work(self) -> list[tuple[Group, list[tuple[Tensor, State, Layout]]]]:
         """Parameters with a gradient, by group, device and dtype; everything that can be wrong is found here."""
@@ -217,26 +255,31 @@ class AnytimeOptimizer(Resumable):
             work.extend((group, batch) for batch in members.values())
         return work
 
-    def _finite(self, grads: list[Tensor]) -> dict[torch.device, Tensor]:
-        """1 on every device if all gradients are finite, else 0; counted, and raised where asked."""
-        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    @staticmethod
+    def _finite(grads: list[Tensor], flags: list[Tensor], devices: list[torch.device]) -> dict[torch.device, Tensor]:
+        """1 on every device if all gradients are finite and all flags are set, else 0."""
+        by_device: dict[torch.device, list[Tensor]] = defaultdict(list, {device: [] for device in devices})
         for grad in grads:
             by_device[grad.device].append(grad)
-        flags = [
+        flags = flags + [
             torch.stack(list(torch._foreach_norm(of_device, float("inf")))).isfinite().all()
             for of_device in by_device.values()
+            if of_device
         ]
         finite = {}
         for device in by_device:
             ok = torch.stack([flag.to(device, non_blocking=True) for flag in flags]).all()
             finite[device] = ok.to(averaging.scalar_dtype(device))
+        return finite
+
+    def _judge(self, finite: dict[torch.device, Tensor]) -> None:
+        """Counts a skipped step, or raises where asked; it changes nothing in either case."""
         if self._on_nonfinite == "raise" and finite and not next(iter(finite.values())).item():
             raise RuntimeError("a gradient holds inf or NaN; nothing was changed (on_nonfinite='raise')")
         for device, ok in finite.items():
             if device not in self._skipped:
                 self._skipped[device] = torch.zeros_like(ok)
             self._skipped[device].add_(1 - ok)
-        return finite
 
     def _update(self, group: Group, members: list[tuple[Tensor, State, Layout]], ok: Tensor) -> None:
         params, states, layouts = (list(column) for column in zip(*members, strict=True))
@@ -375,6 +418,7 @@ class AnytimeOptimizer(Resumable):
     def restore(self, *, training: bool, skipped_steps: int) -> None:
         self._set_mode(training=training)
         self._fitted.clear()
+        self._fused = fused.Engines()
         device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else torch.device("cpu")
         self._skipped = {device: torch.tensor(skipped_steps, dtype=averaging.scalar_dtype(device), device=device)}
 

@@ -19,6 +19,8 @@ class Handling(TypedDict, total=False):
     rules: Rules | None
     unmatched: str
     on_nonfinite: str
+    graph: bool
+    chunk_bytes: int | None
 
 
 class Growth(Handling, total=False):
@@ -71,7 +73,13 @@ class ScheduleFreeSpectral(Average, Adam, Spectral, total=False):
     pass
 
 
-HANDLING: dict[str, Any] = {"rules": None, "unmatched": "auto", "on_nonfinite": "skip"}
+HANDLING: dict[str, Any] = {
+    "rules": None,
+    "unmatched": "auto",
+    "on_nonfinite": "skip",
+    "graph": False,
+    "chunk_bytes": None,
+}
 AVERAGE: dict[str, Any] = {
     "averaging_power": 0.0,
     "averaging_warmup": 0,

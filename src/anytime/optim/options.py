@@ -72,6 +72,9 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "beta_growth_start": (_whole(2), "a whole number in [2, ∞)"),
     "bias_correction": (_one_of("rate", "moment", None), "'rate', 'moment' or None"),
     "projection": (_one_of("frobenius", "spectral", None), "'frobenius', 'spectral' or None"),
+    "on_nonfinite": (_one_of("skip", "raise"), "'skip' or 'raise'"),
+    "graph": (_one_of(True, False), "True or False"),
+    "chunk_bytes": (lambda v: v is None or _whole(1)(v), "a whole number in [1, ∞) or None"),
     "radius": (lambda v: v is None or (_real(v) and v > 0), "in (0, ∞), or None without a projection"),
 }
 #: Keys of a group that others than the optimizer write there; kept, not checked.

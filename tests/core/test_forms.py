@@ -1,0 +1,157 @@
+"""The ways to iterate on a matrix against the polynomial itself, in float64, and which is taken where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anytime.core.direction import Batch, Spectral
+from anytime.core.layout import Layout
+from anytime.core.polar import COEFFICIENTS, _in_halves, _on_gram, _whole, at_once, iteration, polar
+
+F64 = torch.float64
+CPU = torch.device("cpu")
+FORMS = {"whole": _whole, "in halves": _in_halves, "on Gram": _on_gram}
+quick = settings(max_examples=60, deadline=None)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def orthonormal(m, k, seed):
+    return torch.linalg.qr(randn(m, k, seed=seed))[0]
+
+
+def exact(X, coefficients):
+    """Every singular value by the polynomial."""
+    U, S, Vh = torch.linalg.svd(X.double(), full_matrices=False)
+    for a, b, c in coefficients.steps:
+        S = a * S + b * S**3 + c * S**5
+    return (U * S.unsqueeze(-2)) @ Vh
+
+
+def unit(M, method):
+    return M / (torch.linalg.matrix_norm(M, keepdim=True) * COEFFICIENTS[method].safety)
+
+
+# ------------------------------------------------------------------- the forms
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("method", COEFFICIENTS)
+@quick
+@given(
+    count=st.integers(1, 3),
+    m=st.integers(1, 9),
+    more=st.integers(0, 9),
+    turned=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_every_form_is_the_polynomial(form, method, count, m, more, turned, seed):
+    """Any m ≤ n, odd ones too, from memory in either order, which it keeps."""
+    X = unit(randn(count, m, m + more, seed=seed), method)
+    X = X.mT.contiguous().mT if turned else X
+    P = FORMS[form](X, COEFFICIENTS[method])
+    torch.testing.assert_close(P, exact(X, COEFFICIENTS[method]), rtol=0, atol=1e-9)
+    if form != "whole":
+        assert (P.mT if turned else P).is_contiguous()
+
+
+def hard(kind, m, n):
+    """Input that costs digits, of unit norm."""
+    if kind == "1 to 1e-6":
+        M = (orthonormal(m, m, 1) * torch.logspace(0, -6, m, dtype=F64)) @ orthonormal(n, m, 2).T
+    elif kind == "rank one and little":
+        M = randn(m, 1, seed=1) @ randn(1, n, seed=2) + 1e-4 * randn(m, n, seed=3)
+    elif kind == "rank one":
+        M = randn(m, 1, seed=1) @ randn(1, n, seed=2)
+    elif kind == "rank one, spiked":
+        M = randn(m, 1, seed=1) ** 7 @ randn(1, n, seed=2) ** 7
+    else:
+        M = {"random": randn(m, n), "ones": torch.ones(m, n, dtype=F64), "orthogonal": orthonormal(n, m, 1).T}[kind]
+    return (M / M.norm()).float()
+
+
+HARD = ("random", "orthogonal", "1 to 1e-6", "rank one and little", "rank one", "rank one, spiked", "ones")
+
+
+@pytest.mark.parametrize("shape", [(384, 384), (384, 1536), (1536, 384), (257, 400)])
+@pytest.mark.parametrize("kind", HARD)
+@pytest.mark.parametrize("method", COEFFICIENTS)
+def test_float32_keeps_its_digits(method, kind, shape):
+    """At the sizes where halves and Gram matrices are taken; bfloat16 is at 5e-2 on the easiest of these."""
+    M = hard(kind, min(shape), max(shape))
+    M = M.T.contiguous() if shape[0] > shape[1] else M
+    expected = exact(M.double() / COEFFICIENTS[method].safety, COEFFICIENTS[method])
+    P = polar(M, method).double()
+    easy = kind in ("random", "orthogonal")
+    assert float((P - expected).norm() / expected.norm()) < (1e-4 if easy else 4e-2)
+
+
+# ------------------------------------------------------------------ the choice
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "dtype", "device", "form"),
+    [
+        (255, 255, torch.float32, "cpu", _whole),
+        (255, 9999, torch.float32, "cpu", _whole),
+        (256, 256, torch.float32, "cpu", _in_halves),
+        (256, 383, torch.float32, "cpu", _in_halves),
+        (256, 384, torch.float32, "cpu", _on_gram),
+        (256, 384, F64, "cpu", _in_halves),
+        (256, 384, torch.bfloat16, "cpu", _whole),
+        (256, 384, torch.float16, "cpu", _whole),
+        (256, 384, torch.float32, "cuda", _whole),
+        (256, 384, torch.bfloat16, "cuda", _whole),
+        (256, 384, torch.float32, "mps", _whole),
+    ],
+)
+def test_which_form_is_taken(m, n, dtype, device, form):
+    assert iteration(m, n, dtype, torch.device(device)) is form
+
+
+def test_float64_keeps_all_of_its_digits():
+    """Where float32 would take the Gram matrix."""
+    X = unit(randn(256, 512), "newton-schulz")
+    torch.testing.assert_close(polar(X, "newton-schulz"), exact(X, COEFFICIENTS["newton-schulz"]), rtol=0, atol=1e-12)
+
+
+# ------------------------------------------------------------ some at a time
+
+
+@pytest.mark.parametrize("shape", [(9, 400, 400), (3, 2, 300, 500), (5, 500, 300)])
+def test_more_matrices_than_are_taken_at_once(shape):
+    M = randn(*shape).float()
+    assert M[..., 0, 0].numel() > at_once(*shape[-2:], CPU)
+    P = polar(M, "newton-schulz")
+    for p, matrix in zip(P.reshape(-1, *shape[-2:]), M.reshape(-1, *shape[-2:]), strict=True):
+        torch.testing.assert_close(p, polar(matrix, "newton-schulz"), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("row_norm", [True, False])
+def test_a_direction_of_more_parameters_than_are_taken_at_once(row_norm):
+    """Each gets what it would alone, its row statistic too; some are two matrices in one."""
+    shapes = [(400, 400)] * 6 + [(2, 400, 400), (400, 300), (400, 400)]
+    assert len(shapes) > at_once(400, 400, CPU)
+    options = {"momentum": 0.5, "nesterov": False, "polar": "newton-schulz", "polar_dtype": None, "beta2": 0.9}
+    options |= {"momentum_dtype": None, "row_norm": row_norm, "scaling": "rms", "update_rms": 0.2, "eps": 1e-8}
+
+    def run(chosen):
+        layouts, one = [Layout()] * len(chosen), torch.ones((), dtype=F64)
+        states = [
+            {name: torch.zeros(size) for name, (size, _) in Spectral().buffers(shapes[i], Layout(), options).items()}
+            for i in chosen
+        ]
+        grads = [randn(*shapes[i], seed=i).float() for i in chosen]
+        return Spectral()(Batch(grads, states, layouts, options, one.expand(len(chosen)), one)), states
+
+    U, states = run(range(len(shapes)))
+    for i in range(len(shapes)):
+        (u,), (state,) = run([i])
+        torch.testing.assert_close(U[i], u, rtol=1e-4, atol=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(states[i][name], value, rtol=1e-4, atol=1e-7)
