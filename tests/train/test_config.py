@@ -425,7 +425,7 @@ def options_of(kind: type) -> set[str]:
             found |= table.__optional_keys__
         else:
             found.add(name)
-    return found - {"self", "params", "rules", "unmatched", "on_nonfinite"}
+    return found - {"self", "params", "rules", "unmatched", "on_nonfinite", "graph", "chunk_bytes"}
 
 
 SETTINGS = {f.name for f in dataclasses.fields(OptimizerConfig)} - set(OURS)

@@ -55,8 +55,8 @@ METHODS = (*COEFFICIENTS, "svd", "low-rank")
 def polar(M: Tensor, method: Polar = "newton-schulz", dtype: torch.dtype | None = None) -> Tensor:
     """The polar factor of each matrix of M [..., m, n], in M's dtype; zero for a zero matrix.
 
-    dtype is the precision of the iteration; None is bfloat16 on CUDA and M's own elsewhere. A callable maps one m × n
-    matrix to another; it gets M in `dtype` where one is given.
+    dtype is the precision of the iteration; None is float16 on CUDA (as fast as bfloat16, with an eighth of its error)
+    and M's own elsewhere. A callable maps one m × n matrix to another; it gets M in `dtype` where one is given.
     """
     if M.numel() == 0:
         return torch.zeros_like(M)
@@ -71,7 +71,7 @@ def polar(M: Tensor, method: Polar = "newton-schulz", dtype: torch.dtype | None 
     if method == "low-rank":
         A = M if dtype is None else M.to(torch.promote_types(dtype, torch.float32))
         return low_rank_polar(A, max(1, min(M.shape[-2:]) // 4)).to(M.dtype)
-    dtype = dtype or (torch.bfloat16 if M.is_cuda else M.dtype)
+    dtype = dtype or (torch.float16 if M.is_cuda else M.dtype)
     return polynomial_polar(M, COEFFICIENTS[method], dtype).to(M.dtype)
 
 

@@ -261,11 +261,7 @@ class AnytimeOptimizer(Resumable):
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list, {device: [] for device in devices})
         for grad in grads:
             by_device[grad.device].append(grad)
-        flags = flags + [
-            torch.stack(list(torch._foreach_norm(of_device, float("inf")))).isfinite().all()
-            for of_device in by_device.values()
-            if of_device
-        ]
+        flags = flags + [all_finite(of_device) for of_device in by_device.values() if of_device]
         finite = {}
         for device in by_device:
             ok = torch.stack([flag.to(device, non_blocking=True) for flag in flags]).all()
@@ -423,6 +419,13 @@ class AnytimeOptimizer(Resumable):
         self._skipped = {device: torch.tensor(skipped_steps, dtype=averaging.scalar_dtype(device), device=device)}
 
 
+def all_finite(grads: list[Tensor]) -> Tensor:
+    """Whether gradients of one device are all finite, there."""
+    if grads[0].device.type == "cpu":  # its norm of infinite order is not vectorized
+        return torch.stack([torch.stack(torch.aminmax(g)).isfinite().all() for g in grads]).all()
+    return torch.stack(list(torch._foreach_norm(grads, float("inf")))).isfinite().all()
+
+
 def compute_dtype(p: Tensor) -> torch.dtype:
     """The precision of an update: the parameter's, float32 at least."""
     return torch.promote_types(p.dtype, torch.float32)
@@ -435,7 +438,7 @@ def averaging_beta(group: Group) -> float:
 def fast_step(y: Tensor, z: Tensor, u: Tensor, eta: Tensor, layout: Layout, group: Group) -> Tensor:
     """z' − z = −η (U + λ z or y), then z' onto the ball that the group asks for."""
     if group["weight_decay"] and group.get("decay_at", "z") is not None:
-        u = u + group["weight_decay"] * (y if group.get("decay_at") == "y" else z)
+        u = torch.add(u, y if group.get("decay_at") == "y" else z, alpha=group["weight_decay"])
     dz = u * -eta.to(u.dtype)
     if group.get("projection") is not None:
         inside = [project(piece, group["projection"], group["radius"]) for piece in layout.pieces(z + dz)]

@@ -105,7 +105,7 @@ class Engine:
         self.sides: list[Any] = [torch.cuda.Stream(self.device) for _ in self.lanes[1:]]  # type: ignore[no-untyped-call]
         self.values: list[int] = []
         self.aligned = False
-        self.rates: list[tuple[int, Tensor]] = []
+        self.rates: dict[int, Tensor] = {}
         self._allocate(len(work))
         self.host = self._host()
         self.spare: list[Tensor] = []
@@ -142,11 +142,20 @@ class Engine:
         for at, address in enumerate(values):
             together |= address if at % self.columns < 6 else 0
         self.aligned = together % 16 == 0
-        found = [settings(group, self.device) for group, _ in work]
-        self.rates = [(number, lr) for number, (_, lr) in enumerate(found) if lr is not None]
-        for numbers, _ in found:
-            values += words(numbers)
+        self.rates = {}
+        for number, (group, _) in enumerate(work):
+            words, rate = self.settings(group)
+            values += words
+            if rate is not None:
+                self.rates[number] = rate
         self.upload(values)
+
+    def settings(self, group: Group) -> tuple[list[int], Tensor | None]:
+        """A group's settings as words, and its learning rate where that is a tensor on the device."""
+        lr = group["lr"]
+        there = isinstance(lr, Tensor) and lr.device == self.device
+        numbers = _numbers(group, 0.0 if there else float(lr))
+        return list(struct.unpack(f"{self.width}q", struct.pack(f"{self.width}d", *numbers))), lr if there else None
 
     def upload(self, values: list[int]) -> None:
         """Copies the table to the device, in the order of its stream, unless it is there already."""
@@ -177,7 +186,7 @@ class Engine:
 
     def update(self) -> None:
         of_groups = self.table[self.settings_at :]
-        for number, lr in self.rates:
+        for number, lr in self.rates.items():
             of_groups[number * self.width].view(torch.float64).copy_(lr)
         passes.tick[(_cdiv(self.count, 64),)](
             self.table,
@@ -384,16 +393,13 @@ def _addresses(p: Tensor, grad: Tensor, state: State) -> list[int]:
     ]
 
 
-def settings(group: Group, device: torch.device) -> tuple[tuple[float, ...], Tensor | None]:
-    """A group's settings in the order of passes.SETTINGS, and its learning rate where that lies on the device."""
-    lr = group["lr"]
-    there = isinstance(lr, Tensor) and lr.device == device
+def _numbers(group: Group, lr: float) -> tuple[float, ...]:
+    """A group's settings in the order of passes.SETTINGS."""
     direction = RULES[group["rule"]]
-    spectral = isinstance(direction, Spectral)
     betas = group.get("betas", (0.0, 0.0))
     correction = group.get("bias_correction")
     return (
-        0.0 if there else float(lr),
+        lr,
         group["warmup_steps"],
         group["rate"],
         group.get("averaging_power", 0),
@@ -402,19 +408,14 @@ def settings(group: Group, device: torch.device) -> tuple[tuple[float, ...], Ten
         group.get("beta_growth", 0),
         group.get("beta_growth_start", 2),
         group["weight_decay"],
-        group["momentum"] if spectral else betas[0],
+        group["momentum"] if isinstance(direction, Spectral) else betas[0],
         group["beta2"] if "beta2" in group else betas[1],
         group.get("eps", 0),
         group["update_rms"] if group.get("scaling") in ("rms", "max-side") else 1.0,
         correction == "rate",
         correction == "moment",
         getattr(direction, "first_moment", False),
-    ), (lr if there else None)
-
-
-def words(numbers: tuple[float, ...]) -> list[int]:
-    """float64 as the integers of their bits."""
-    return list(struct.unpack(f"{len(numbers)}q", struct.pack(f"{len(numbers)}d", *numbers)))
+    )
 
 
 def _cdiv(a: int, b: int) -> int:

@@ -44,8 +44,9 @@ def takes(group: Group, member: Member) -> bool:
         return False
     if p.dtype not in _NARROW or grad.dtype not in _NARROW or grad.stride() != p.stride():
         return False
-    if any(value.shape == p.shape and value.stride() != p.stride() for value in state.values()):
-        return False
+    for value in state.values():
+        if value.device != p.device or (value.shape == p.shape and value.stride() != p.stride()):
+            return False
     direction = RULES[group["rule"]]
     if isinstance(direction, Adam):
         return bool(torch.ops.aten.is_non_overlapping_and_dense(p))
@@ -100,24 +101,26 @@ def signature(work: Work, chunk_bytes: int | None) -> tuple[Any, ...]:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Seen:
-    """The last step's engine and all that must still hold for its table to be right, but for the gradients' addresses
-    and the settings. Kept as lists that are compared whole: this is what the host does in most steps."""
+    """The last step's engine and what its table was made of, as lists that are compared whole: this is what the host
+    does in most steps."""
 
     engine: Engine
     params: list[int]
     with_grad: list[bool]
     kinds: list[torch.dtype]
-    addresses: list[int]
+    weights: list[int]
     states: list[int]
     choices: list[Choices]
-    numbers: list[int]
     rows: list[int]
+    numbers: list[int]
+    grads: list[int]
+    settings: list[Any]
 
 
-def _ids(states: Mapping[Tensor, State]) -> list[int]:
-    return list(map(id, chain.from_iterable(map(dict.values, states.values()))))
+def _addresses(states: Mapping[Tensor, State]) -> list[int]:
+    return list(map(Tensor.data_ptr, chain.from_iterable(map(dict.values, states.values()))))
 
 
 class Engines:
@@ -150,7 +153,7 @@ class Engines:
 
     def run(self, engine: Engine, *, graph: bool) -> None:
         """The whole step of an engine; with `graph`, recorded at the second and replayed from there on."""
-        key = (id(engine), engine.aligned, *(lr.data_ptr() for _, lr in engine.rates))
+        key = (id(engine), engine.aligned, *(rate.data_ptr() for rate in engine.rates.values()))
         if not graph or engine.device.type != "cuda" or _capturing(engine.device) or key not in self._graphs:
             self._graphs.setdefault(key)
             engine.check()
@@ -178,11 +181,13 @@ class Engines:
             params=list(map(id, params)),
             with_grad=[p.grad is not None for p in params],
             kinds=[p.grad.dtype for p in taken if p.grad is not None],
-            addresses=list(map(Tensor.data_ptr, taken)),
-            states=_ids(states),
+            weights=list(map(Tensor.data_ptr, taken)),
+            states=_addresses(states),
             choices=[_choices(group) for group in groups],
-            numbers=[numbers.get(id(group), -1) for group in groups],
             rows=[row[p] for p in taken],
+            numbers=[numbers.get(id(group), -1) for group in groups],
+            grads=[],
+            settings=[],
         )
 
     def again(self, groups: Sequence[Group], states: Mapping[Tensor, State]) -> Engine | None:
@@ -200,30 +205,28 @@ class Engines:
             or [grad is not None for grad in grads] != last.with_grad
             or [grad.dtype for grad in live] != last.kinds
             or not all(map(Tensor.is_contiguous, live))
-            or [p.data_ptr() for p, there in zip(params, last.with_grad, strict=True) if there] != last.addresses
-            or _ids(states) != last.states
+            or [p.data_ptr() for p, there in zip(params, last.with_grad, strict=True) if there] != last.weights
+            or _addresses(states) != last.states
             or [_choices(group) for group in groups] != last.choices
         ):
             return None
+        addresses = list(map(Tensor.data_ptr, live))
+        settings = [engine.settings(group) for group in groups]
+        if addresses == last.grads and settings == last.settings:
+            return engine
         values = engine.values.copy()
-        for at, grad in zip(last.rows, live, strict=True):
-            values[at] = grad.data_ptr()
-        if engine.aligned and any(values[at] % 16 for at in last.rows):
-            return None
-        from .engine import settings, words
-
-        rates = []
-        for group, number in zip(groups, last.numbers, strict=True):
+        for at, address in zip(last.rows, addresses, strict=True):
+            if engine.aligned and address % 16:
+                return None
+            values[at] = address
+        for number, (words, rate) in zip(last.numbers, settings, strict=True):
             if number >= 0:
-                numbers, lr = settings(group, engine.device)
+                if rate is not engine.rates.get(number):
+                    return None
                 start = engine.settings_at + number * engine.width
-                values[start : start + engine.width] = words(numbers)
-                rates += [(number, lr)] if lr is not None else []
-        if len(rates) != len(engine.rates) or any(
-            a is not b for (_, a), (_, b) in zip(rates, engine.rates, strict=True)
-        ):
-            return None
+                values[start : start + engine.width] = words
         engine.upload(values)
+        last.grads, last.settings = addresses, settings
         return engine
 
 

@@ -48,8 +48,8 @@ class SFNorMuon(ScheduleFreeSpectral):
         momentum: μ.
         weight_decay, decay_at: λ, and where it acts: "z", "y" or None.
         row_norm: False leaves P̂ = P.
-        polar: "newton-schulz", "polar-express", "quintic", "svd", or a callable from one matrix to another.
-        polar_dtype: the precision of the polar factor; None is bfloat16 on CUDA, the parameter's own elsewhere.
+        polar: "newton-schulz", "polar-express", "quintic", "svd", "low-rank", or a callable from one matrix to another.
+        polar_dtype: the precision of the polar factor; None is float16 on CUDA, the parameter's own elsewhere.
         averaging_power, averaging_warmup: r, and for how many steps X stays at Z.
         beta_growth=0, beta_growth_start=200: β_t = 1 − ((T0 − 1)/(t − 1))^growth (1 − β) after step T0; 0 keeps β.
         momentum_dtype=None: a narrower M. nesterov=False: the polar factor of (1 − μ) G + μ M instead of M.

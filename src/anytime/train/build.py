@@ -47,7 +47,7 @@ def optimizer_class(name: str) -> type[AnytimeOptimizer]:
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AnytimeOptimizer:
     kind = optimizer_class(config.name)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"graph": True}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if f.name in OURS or value is None:
