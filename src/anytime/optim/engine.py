@@ -15,6 +15,7 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +108,6 @@ class Engine:
         self.aligned = False
         self.rates: dict[int, Tensor] = {}
         self._allocate(len(work))
-        self.host = self._host()
         self.spare: list[Tensor] = []
 
     def _allocate(self, groups: int) -> None:
@@ -126,8 +126,7 @@ class Engine:
         twin = copy.copy(self)
         twin.values = []
         twin._allocate(len(self.parts))
-        if self.spare:  # pinned memory cannot always be had in a capture
-            twin.host, self.spare = self.spare.pop(), []
+        twin.spare = [self.spare.pop() if self.spare else self._host()]
         return twin
 
     def refresh(self, work: Work) -> None:
@@ -163,28 +162,34 @@ class Engine:
             return
         self.values = values
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.table.copy_(self.host.copy_(torch.tensor(values)), non_blocking=True)  # again at every replay
+            host = self.spare[0]  # a capture cannot always have new pinned memory; every replay copies from it again
         else:
-            self.table.copy_(self._host().copy_(torch.tensor(values)), non_blocking=True)
+            host = self._host()
             self.spare = self.spare or [self._host()]
+        self.table.copy_(host.copy_(torch.tensor(values)), non_blocking=True)
 
     def check(self) -> None:
-        self.bad.zero_()
-        for part in self.parts:
-            flat = part.flat
-            passes.finite[(len(flat.tensor_of_block),)](
-                self.table,
-                flat.tensor_of_block,
-                flat.first_block,
-                flat.sizes,
-                part.first,
-                self.bad,
-                KIND=part.kinds["KIND_G"],
-                ALIGNED=self.aligned,
-                BLOCK=_BLOCK,
-            )
+        with _on(self.device):
+            self.bad.zero_()
+            for part in self.parts:
+                flat = part.flat
+                passes.finite[(len(flat.tensor_of_block),)](
+                    self.table,
+                    flat.tensor_of_block,
+                    flat.first_block,
+                    flat.sizes,
+                    part.first,
+                    self.bad,
+                    KIND=part.kinds["KIND_G"],
+                    ALIGNED=self.aligned,
+                    BLOCK=_BLOCK,
+                )
 
     def update(self) -> None:
+        with _on(self.device):
+            self._update()
+
+    def _update(self) -> None:
         of_groups = self.table[self.settings_at :]
         for number, lr in self.rates.items():
             of_groups[number * self.width].view(torch.float64).copy_(lr)
@@ -416,6 +421,11 @@ def _numbers(group: Group, lr: float) -> tuple[float, ...]:
         correction == "moment",
         getattr(direction, "first_moment", False),
     )
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _cdiv(a: int, b: int) -> int:
