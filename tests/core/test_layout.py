@@ -148,3 +148,18 @@ def test_a_tensor_that_is_not_contiguous():
     layout = Layout(False, 1, (1, 3))
     assert torch.equal(layout.join(layout.pieces(w), w.shape), w)
     assert torch.equal(layout.pieces(w)[0][0], w[:, :1])
+
+
+@quick
+@given(case=cases())
+def test_addresses_are_where_the_pieces_lie(case):
+    """Each matrix and its row statistics, read from flat memory by first element and strides, in the order of pieces."""
+    shape, layout = case
+    w, rows = numbered(shape), numbered(layout.row_shape(shape))
+    matrices = [matrix for part in layout.pieces(w) for matrix in part]
+    statistics = [row for part in layout.row_pieces(rows) for row in part]
+    found = list(layout.addresses(shape))
+    assert len(found) == len(matrices) == len(statistics)
+    for piece, matrix, statistic in zip(found, matrices, statistics, strict=True):
+        assert torch.equal(w.view(-1).as_strided((piece.m, piece.n), (piece.stride, 1), piece.first), matrix)
+        assert torch.equal(rows.view(-1).as_strided((piece.m,), (piece.row_stride,), piece.first_row), statistic)

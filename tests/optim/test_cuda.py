@@ -1,4 +1,4 @@
-"""On a GPU: the same numbers as on the CPU and by the slow way, no synchronization, and the whole step in a CUDA graph."""
+"""On a GPU: the same numbers as on the CPU and the slow way, no synchronization, and a whole step in a CUDA graph."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -255,7 +255,7 @@ def test_kernels_equal_the_slow_way(name, dtype, gap, more, monkeypatch):
         one.step()
         step_slowly(two, monkeypatch)
     assert len(one._fused._engines) == 1
-    digits = 5e-2 if more.get("polar_dtype") == torch.bfloat16 else 2e-2
+    digits = 1e-1 if more.get("polar_dtype") == torch.bfloat16 else 2e-2
     for p, q, w in zip(taken, slow, start, strict=True):
         a, b = one.state[p], two.state[q]
         assert a.keys() == b.keys()
