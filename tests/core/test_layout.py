@@ -153,7 +153,7 @@ def test_a_tensor_that_is_not_contiguous():
 @quick
 @given(case=cases())
 def test_addresses_are_where_the_pieces_lie(case):
-    """Each matrix and its row statistics, read from flat memory by first element and strides, in the order of pieces."""
+    """Each matrix and its row statistics, read from flat memory, in the order of pieces."""
     shape, layout = case
     w, rows = numbered(shape), numbered(layout.row_shape(shape))
     matrices = [matrix for part in layout.pieces(w) for matrix in part]

@@ -138,6 +138,27 @@ def test_a_step_never_synchronizes(name, dtype):
     assert all(p.isfinite().all() for p in ps)
 
 
+def test_a_rate_that_is_another_tensor_every_time_does_not_synchronize():
+    ps, qs = params("cuda"), params("cuda")
+    one, two = OPTIMIZERS["sf_normuon"](ps), OPTIMIZERS["sf_normuon"](qs)
+    for step in range(5):
+        set_grads(ps, step)
+        set_grads(qs, step)
+        rate = 0.01 / (1 + step // 2)  # also one of the same value
+        rates = [torch.tensor(rate, dtype=torch.float64, device="cuda") for _ in two.param_groups]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            for group, lr in zip(two.param_groups, rates, strict=True):
+                group["lr"] = lr
+            two.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        set_rate(one, rate)
+        one.step()
+    assert same_bits(one, two)
+
+
 @pytest.mark.parametrize("name", ["sf_normuon", "adamw"])
 def test_a_replayed_step_never_synchronizes(name):
     """The second records; it may wait."""
@@ -243,7 +264,7 @@ def awkward(dtype: torch.dtype, gap: int = 0) -> list[nn.Parameter]:
 def test_kernels_equal_the_slow_way(name, dtype, gap, more, monkeypatch):
     """Momentum to the last digits, moves to those of the polar factor's precision."""
     taken, slow = awkward(dtype, gap), awkward(dtype)
-    start = [p.detach().float() for p in taken]
+    start = [p.detach().float().clone() for p in taken]
     exact = {"polar_dtype": torch.float32} if name in SPECTRAL else {}
     one = OPTIMIZERS[name](taken, chunk_bytes=1 << 18, **more)
     two = OPTIMIZERS[name](slow, **{**more, **exact})

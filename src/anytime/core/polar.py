@@ -17,10 +17,12 @@ Polar = str | Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Coefficients:
-    """A named iteration: one (a, b, c) a step, c ≠ 0, and what the input's norm is divided by beyond itself."""
+    """A named iteration: one (a, b, c) a step, c ≠ 0, what the input's norm is divided by beyond itself, and the number
+    of steps after which float16 on the Gram matrix starts anew, where that errs least on hard input."""
 
     steps: tuple[tuple[float, float, float], ...]
     safety: float = 1.0
+    restart: int = 3
 
 
 COEFFICIENTS: dict[str, Coefficients] = {
@@ -46,7 +48,8 @@ COEFFICIENTS: dict[str, Coefficients] = {
             (3.7418, -5.5913, 2.3037),
             (2.8769, -3.1427, 1.2046),
             (2.8366, -3.0525, 1.2012),
-        )
+        ),
+        restart=2,  # after three, matrices of nearly rank one are lost
     ),
 }
 METHODS = (*COEFFICIENTS, "svd", "low-rank")

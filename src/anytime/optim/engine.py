@@ -36,6 +36,8 @@ Work = Sequence[tuple[Group, list[Member]]]
 _BLOCK = 4096  # elements a program, where tensors are read as flat
 _TILE = 2048  # and as matrices, at a time
 _LANES = 2  # streams
+_GRAM = 256  # rows of the least Gram matrix that is iterated on
+_MOST = 65535  # matrices a launch
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class Engine:
     def _update(self) -> None:
         of_groups = self.table[self.settings_at :]
         for number, lr in self.rates.items():
-            of_groups[number * self.width].view(torch.float64).copy_(lr)
+            of_groups[number * self.width].view(torch.float64).copy_(lr.reshape(()))
         passes.tick[(_cdiv(self.count, 64),)](
             self.table,
             of_groups,
@@ -259,7 +261,7 @@ class Engine:
         passes.settle[(min(16, programs), batch)](
             *at, chunk.exponents, right, scales, squares, X, *where, options["polar"].safety, **how_in
         )
-        P = products.polynomial(form, memory, scales, options["polar"].steps)
+        P = products.polynomial(form, memory, scales, options["polar"].steps, options["polar"].restart)
         strides = P.stride()[:2]
         if options["ROW_NORM"] or options["UNIT"]:
             passes.rows[(programs, batch)](
@@ -352,7 +354,8 @@ def _part(group: Group, members: list[Member], first: int, averages: bool, chunk
 def _chunks(members: list[Member], first: int, dtype: torch.dtype, chunk_bytes: int) -> Iterator[_Chunk]:
     """The members' matrices by shape and strides, in chunks of equal size that need at most `chunk_bytes`.
 
-    The Gram form pays from an aspect ratio of 2, and needs the digits of float16.
+    The Gram form pays from an aspect ratio of 2 on; it needs the digits of float16, and many rows for their rounding to
+    even out.
     """
     found: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
     for index, (p, _, layout) in enumerate(members, first):
@@ -362,9 +365,10 @@ def _chunks(members: list[Member], first: int, dtype: torch.dtype, chunk_bytes: 
             )
     device = members[0][0].device
     for (m, n, stride, row_stride), pieces in found.items():
-        form = products.Form(m, n, gram=dtype != torch.bfloat16 and max(m, n) >= 2 * min(m, n))
-        each = form.room * dtype.itemsize
-        size = _cdiv(len(pieces), _cdiv(len(pieces), max(1, chunk_bytes // each)))
+        gram = dtype != torch.bfloat16 and max(m, n) >= 2 * min(m, n) and min(m, n) >= _GRAM
+        form = products.Form(m, n, gram)
+        most = min(max(1, chunk_bytes // (form.room * dtype.itemsize)), _MOST)
+        size = _cdiv(len(pieces), _cdiv(len(pieces), most))
         aligned = all(value % 16 == 0 for value in (n, stride, *(start for _, start, _ in pieces)))
         for at in range(0, len(pieces), size):
             table = torch.tensor(pieces[at : at + size], dtype=torch.int64, device=device)

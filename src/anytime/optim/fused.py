@@ -26,6 +26,7 @@ Member = tuple[Tensor, State, Layout]
 Work = Sequence[tuple[Group, list[Member]]]
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_SCALARS = ("step", "weight_sum", "beta")
 _POLAR = (None, torch.float16, torch.bfloat16)
 
 
@@ -44,8 +45,11 @@ def takes(group: Group, member: Member) -> bool:
         return False
     if p.dtype not in _NARROW or grad.dtype not in _NARROW or grad.stride() != p.stride():
         return False
-    for value in state.values():
-        if value.device != p.device or (value.shape == p.shape and value.stride() != p.stride()):
+    for name, value in state.items():
+        kinds = (torch.float64,) if name in _SCALARS else _NARROW if name == "momentum" else (torch.float32,)
+        if value.device != p.device or value.dtype not in kinds:
+            return False
+        if value.shape == p.shape and value.stride() != p.stride():
             return False
     direction = RULES[group["rule"]]
     if isinstance(direction, Adam):
@@ -90,14 +94,18 @@ def _choices(group: Group) -> Choices:
     return (get("weight_decay") == 0, *(get(key) for key in _CHOICES))
 
 
+def _kind(member: Member) -> tuple[Any, ...]:
+    p, state, layout = member
+    assert p.grad is not None
+    momentum = state["momentum"].dtype if "momentum" in state else None
+    return id(p), p.device, p.shape, layout, p.dtype, p.grad.dtype, momentum
+
+
 def signature(work: Work, chunk_bytes: int | None) -> tuple[Any, ...]:
-    """What an engine is built for: the parameters, their precisions, and the choices of their groups."""
+    """What an engine is built for: the parameters, their shapes and precisions, and the choices of their groups."""
     return (
         chunk_bytes,
-        *(
-            (*_choices(group), *((id(p), p.dtype, p.grad.dtype) for p, _, _ in members if p.grad is not None))
-            for group, members in work
-        ),
+        *((*_choices(group), *map(_kind, members)) for group, members in work),
     )
 
 
@@ -110,13 +118,14 @@ class _Seen:
     params: list[int]
     with_grad: list[bool]
     kinds: list[torch.dtype]
+    shapes: list[torch.Size]
     weights: list[int]
     states: list[int]
     choices: list[Choices]
     rows: list[int]
     numbers: list[int]
     grads: list[int]
-    settings: list[Any]
+    settings: list[list[int]]
 
 
 def _addresses(states: Mapping[Tensor, State]) -> list[int]:
@@ -134,6 +143,7 @@ class Engines:
 
     def get(self, work: Work, averages: bool, chunk_bytes: int | None) -> Engine:
         """The engine for this work, its table up to date."""
+        self._last = None
         key = signature(work, chunk_bytes)
         engine = self._engines.get(key)
         if _capturing(work[0][1][0][0].device):
@@ -169,7 +179,6 @@ class Engines:
 
     def remember(self, engine: Engine, work: Work, groups: Sequence[Group], states: Mapping[Tensor, State]) -> None:
         """Keeps what `again` compares with."""
-        self._last = None
         params = [p for group in groups for p in group["params"]]
         row = {p: at * engine.columns for at, (p, _, _) in enumerate(m for _, members in work for m in members)}
         taken = [p for p in params if p in row]
@@ -181,6 +190,7 @@ class Engines:
             params=list(map(id, params)),
             with_grad=[p.grad is not None for p in params],
             kinds=[p.grad.dtype for p in taken if p.grad is not None],
+            shapes=[p.shape for p in taken],
             weights=list(map(Tensor.data_ptr, taken)),
             states=_addresses(states),
             choices=[_choices(group) for group in groups],
@@ -200,33 +210,38 @@ class Engines:
         params = [p for group in groups for p in group["params"]]
         grads = [p.grad for p in params]
         live = [grad for grad in grads if grad is not None]
+        moving = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
         if (
             list(map(id, params)) != last.params
             or [grad is not None for grad in grads] != last.with_grad
             or [grad.dtype for grad in live] != last.kinds
             or not all(map(Tensor.is_contiguous, live))
-            or [p.data_ptr() for p, there in zip(params, last.with_grad, strict=True) if there] != last.weights
+            or [p.shape for p in moving] != last.shapes
+            or not all(map(Tensor.is_contiguous, moving))
+            or list(map(Tensor.data_ptr, moving)) != last.weights
             or _addresses(states) != last.states
             or [_choices(group) for group in groups] != last.choices
         ):
             return None
         addresses = list(map(Tensor.data_ptr, live))
         settings = [engine.settings(group) for group in groups]
-        if addresses == last.grads and settings == last.settings:
+        words = [words for words, _ in settings]
+        for number, (_, rate) in zip(last.numbers, settings, strict=True):
+            if number >= 0 and rate is not engine.rates.get(number):
+                return None
+        if addresses == last.grads and words == last.settings:
             return engine
         values = engine.values.copy()
         for at, address in zip(last.rows, addresses, strict=True):
             if engine.aligned and address % 16:
                 return None
             values[at] = address
-        for number, (words, rate) in zip(last.numbers, settings, strict=True):
+        for number, of_group in zip(last.numbers, words, strict=True):
             if number >= 0:
-                if rate is not engine.rates.get(number):
-                    return None
                 start = engine.settings_at + number * engine.width
-                values[start : start + engine.width] = words
+                values[start : start + engine.width] = of_group
         engine.upload(values)
-        last.grads, last.settings = addresses, settings
+        last.grads, last.settings = addresses, words
         return engine
 
 

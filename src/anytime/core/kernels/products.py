@@ -168,15 +168,15 @@ def matrices(memory: Tensor, batch: int, m: int, n: int, start: int = 0) -> Tens
     return memory.as_strided((batch, m, n), (m * _row(n), _row(n), 1), memory.storage_offset() + batch * start)
 
 
-def polynomial(form: Form, memory: Tensor, scales: Tensor, steps: Steps) -> Tensor:
+def polynomial(form: Form, memory: Tensor, scales: Tensor, steps: Steps, restart: int) -> Tensor:
     """X ← (a I + b X Xᵀ + c (X Xᵀ)²) X for each step, of X [batch, n, k] at the start of `memory` times `scales`.
 
-    The result [batch, form.m, form.n] lies in `memory` too. The Gram form starts anew from X after three steps:
+    The result [batch, form.m, form.n] lies in `memory` too. The Gram form starts anew from X after `restart` steps:
     rounding makes the smallest eigenvalues of R negative, and every step multiplies them.
     """
     batch, (n, k) = len(scales), form.sides
     rest = 2 * form.whole
-    parts = [steps[:3], steps[3:]] if form.gram else [[step] for step in steps]
+    parts = [steps[:restart], steps[restart:]] if form.gram else [[step] for step in steps]
     X = matrices(memory, batch, n, k)
     for number, part in enumerate(parts):
         there = 0 if number % 2 else form.whole  # where X goes next; what it is made of may lie there until then
