@@ -43,7 +43,7 @@ def takes(group: Group, member: Member) -> bool:
     grad = p.grad
     if grad is None or not available(p.device) or type(grad) is not Tensor or type(p.data) is not Tensor:
         return False
-    if p.dtype not in _NARROW or grad.dtype not in _NARROW or grad.stride() != p.stride():
+    if p.dtype not in _NARROW or grad.dtype not in _NARROW or grad.stride() != p.stride() or p.numel() >= 2**31:
         return False
     for name, value in state.items():
         kinds = (torch.float64,) if name in _SCALARS else _NARROW if name == "momentum" else (torch.float32,)
