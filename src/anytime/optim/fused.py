@@ -32,8 +32,10 @@ _POLAR = (None, torch.float16, torch.bfloat16)
 
 @cache
 def available(device: torch.device) -> bool:
-    """Whether kernels run there: NVIDIA's GPUs with Triton, which torch brings along on Linux."""
-    return device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+    """Whether kernels run there: NVIDIA's GPUs since Ampere with Triton, which torch brings along on Linux."""
+    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def takes(group: Group, member: Member) -> bool:
