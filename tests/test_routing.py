@@ -756,7 +756,7 @@ EXAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "decay_at": (["z", "y", None], ["x", "Z", 0, False]),
     "warmup_steps": ([0, 1, 2000], COUNTS),
     "row_norm": ([True, False], FLAGS),
-    "polar": (["newton-schulz", "polar-express", "quintic", "svd", some_callable], ["newton", None, 5, ""]),
+    "polar": (["newton-schulz", "polar-express", "quintic", "svd", "low-rank", some_callable], ["newton", None, 5, ""]),
     "polar_dtype": ([None, torch.float32, torch.bfloat16], ["float32", torch.int32, torch.complex64, float]),
     "momentum_dtype": ([None, torch.float32, torch.bfloat16], ["float32", torch.int32, torch.complex64, float]),
     "scaling": (["rms", "max-side", "aspect", None], ["RMS", 1, False]),
@@ -789,6 +789,18 @@ def owner(key: str, value: Any, where: str) -> anytime.AnytimeOptimizer:
     if where == "pattern":
         return getattr(anytime, name)([("p", params[0])], **more, rules={"p": {key: value}})
     return getattr(anytime, name)([{"params": params, key: value}], **more)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("graph", 1), ("graph", "yes"), ("chunk_bytes", 0), ("chunk_bytes", 1.5), ("on_nonfinite", "ignore")],
+    ids=label,
+)
+def test_illegal_values_of_the_whole(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"SFNorMuon: {key} is {value!r}; it must be"):
+        anytime.SFNorMuon(nn.Linear(3, 3), **{key: value})
+    with pytest.raises(ValueError, match=f"no option '{key}'"):
+        anytime.SFNorMuon([{"params": list(nn.Linear(3, 3).parameters()), key: value}])
 
 
 def test_every_option_has_examples() -> None:

@@ -69,11 +69,8 @@ class AnytimeOptimizer(Resumable):
         graph: bool = False,
         chunk_bytes: int | None = None,
     ) -> None:
-        validate(
-            handling := {"on_nonfinite": on_nonfinite, "graph": graph, "chunk_bytes": chunk_bytes},
-            handling,
-            type(self).__name__,
-        )
+        whole = {"on_nonfinite": on_nonfinite, "graph": graph, "chunk_bytes": chunk_bytes}
+        validate(whole, whole, type(self).__name__)
         self.plan = routing.Plan()
         self._router = Router(type(self).__name__, matrix, rest, dict(rules or {}), unmatched)
         self._on_nonfinite = on_nonfinite

@@ -72,10 +72,13 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "beta_growth_start": (_whole(2), "a whole number in [2, ∞)"),
     "bias_correction": (_one_of("rate", "moment", None), "'rate', 'moment' or None"),
     "projection": (_one_of("frobenius", "spectral", None), "'frobenius', 'spectral' or None"),
+    "radius": (lambda v: v is None or (_real(v) and v > 0), "in (0, ∞), or None without a projection"),
+}
+#: Of an optimizer as a whole: no group has them.
+WHOLE: dict[str, tuple[Check, str]] = {
     "on_nonfinite": (_one_of("skip", "raise"), "'skip' or 'raise'"),
     "graph": (_one_of(True, False), "True or False"),
     "chunk_bytes": (lambda v: v is None or _whole(1)(v), "a whole number in [1, ∞) or None"),
-    "radius": (lambda v: v is None or (_real(v) and v > 0), "in (0, ∞), or None without a projection"),
 }
 #: Keys of a group that others than the optimizer write there; kept, not checked.
 FOREIGN = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name", "param_names"}
@@ -98,7 +101,7 @@ def validate(options: Mapping[str, Any], known: Iterable[str], owner: str, prefi
             continue
         if key not in known:
             raise ValueError(unknown(prefix + key, (prefix + k for k in known), owner))
-        check, legal = CHECKS[key]
+        check, legal = CHECKS[key] if key in CHECKS else WHOLE[key]
         if not check(value):
             raise ValueError(f"{owner}: {prefix}{key} is {value!r}; it must be {legal}")
 
