@@ -207,28 +207,20 @@ def test_every_form_is_the_polynomial(shape, gram, method):
     assert error(P, exact(M, method)) <= (2e-2 if DEVICE == "cuda" else 2e-5)
 
 
+LARGE = [((257, 769), True), ((769, 257), True), ((300, 400), False)]
+
+
 @pytest.mark.parametrize(
     ("shape", "gram"),
-    [((64, 64), False), ((64, 100), False), ((64, 130), True), ((130, 64), True), ((20, 48), True)],
+    [
+        *[((64, 64), False), ((64, 100), False), ((64, 130), True), ((130, 64), True), ((20, 48), True)],
+        *(pytest.param(*large, marks=pytest.mark.slow) for large in LARGE),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("method", COEFFICIENTS)
 def test_float16_errs_less_than_the_papers_bfloat16(method, shape, gram):
     """By the form that each shape takes, on easy and hard input."""
-    M = torch.stack([family(kind, *shape) for kind in FAMILIES])
-    P, expected, theirs = (
-        factor(products.Form(*shape, gram=gram), M, method, torch.float16),
-        exact(M, method),
-        papers(M, method),
-    )
-    for i, kind in enumerate(FAMILIES):
-        assert error(P[i], expected[i]) <= error(theirs[i], expected[i]), kind
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "gram"), [((257, 769), True), ((769, 257), True), ((300, 400), False)], ids=str)
-@pytest.mark.parametrize("method", COEFFICIENTS)
-def test_float16_errs_less_than_the_papers_bfloat16_on_larger_ones(method, shape, gram):
     M = torch.stack([family(kind, *shape) for kind in FAMILIES])
     P, expected, theirs = (
         factor(products.Form(*shape, gram=gram), M, method, torch.float16),

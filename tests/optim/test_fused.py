@@ -219,6 +219,17 @@ def test_every_option_equals_the_slow_way(case):
     agree(one, two, 5e-3 if narrow else 2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("polar", ["newton-schulz", "polar-express", "quintic"])
+def test_the_gram_form_in_a_step(polar):
+    """Wide and tall, by the kernels' own products, from the size on that the engine takes it."""
+    one, two = both_ways(lambda ps: build("SFNorMuon", {**SF, "polar": polar}, ps), [(256, 512), (512, 256)], steps=2)
+    (engine,) = one._fused._engines.values()
+    assert all(chunk.form.gram for part in engine.parts for chunk in part.chunks)
+    agree(one, two, 1e-3)
+
+
 @pytest.mark.usefixtures("poisoned", "quick_products")
 @pytest.mark.parametrize("case", ["SFNorMuon", "Muon"])
 def test_every_kind_of_shape(case):

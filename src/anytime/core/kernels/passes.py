@@ -25,24 +25,24 @@ BETA: tl.constexpr = tl.constexpr(8)
 GROUP: tl.constexpr = tl.constexpr(9)
 COLUMNS: tl.constexpr = tl.constexpr(10)
 
-# Columns of a group's settings, float64 kept as its bits.
+# Columns of a group's settings, float64 kept as its bits; `tick` reads them by number.
 SETTINGS = (
-    "lr",
-    "warmup_steps",
-    "rate",
-    "averaging_power",
-    "averaging_warmup",
-    "beta",
-    "beta_growth",
-    "beta_growth_start",
-    "weight_decay",
-    "decay1",
-    "decay2",
-    "eps",
-    "update_rms",
-    "correct_rate",
-    "correct_moment",
-    "first_moment",
+    "lr",  # 0
+    "warmup_steps",  # 1
+    "rate",  # 2
+    "averaging_power",  # 3
+    "averaging_warmup",  # 4
+    "beta",  # 5
+    "beta_growth",  # 6
+    "beta_growth_start",  # 7
+    "weight_decay",  # 8
+    "decay1",  # 9
+    "decay2",  # 10
+    "eps",  # 11
+    "update_rms",  # 12
+    "correct_rate",  # 13
+    "correct_moment",  # 14
+    "first_moment",  # 15
 )
 WIDTH: tl.constexpr = tl.constexpr(16)
 
