@@ -10,7 +10,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,13 +21,34 @@ from .polar import at_once, polar, svd_polar, unit_norm
 
 Options = Mapping[str, Any]
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
+Stacked = Callable[[Tensor, Sequence[tuple[int, int]]], Tensor]  # of matrices [B, m, n], and where they come from
+
+
+class Parts(Protocol):
+    """Parameters held here in part only: what a direction may ask of those who hold the rest."""
+
+    layouts: list[Layout]  # of the parts held here
+    sides: list[list[tuple[int, int]]]  # of each member, (m, n) of its whole pieces
+
+    def whole(self, f: Callable[[list[Tensor], list[Layout]], list[Tensor]], parts: Sequence[Tensor]) -> list[Tensor]:
+        """f of whole matrices, in the parts held here."""
+
+    def sum_(self, kind: str, values: Sequence[Sequence[Tensor]]) -> None:
+        """Adds up in place what the holders of other rows ("row") or columns ("column") have; a list a member."""
+
+    def everywhere(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The whole tensors."""
+
+    def here(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """Of whole tensors, the parts held here."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """Gradients (in the precision of the update, zero in a skipped step) with what their parameters have.
 
-    t [B] is the number of this step; ok is 1 where the step counts and 0 where it is skipped.
+    t [B] is the number of this step; ok is 1 where the step counts and 0 where it is skipped. Where all of this is of
+    parts, `parts` knows the rest.
     """
 
     grads: Sequence[Tensor]
@@ -35,6 +57,7 @@ class Batch:
     options: Options
     t: Tensor
     ok: Tensor
+    parts: Parts | None = None
 
     def __iter__(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         return iter(zip(self.grads, self.states, strict=True))
@@ -142,25 +165,70 @@ class Spectral(Direction):
         M = batch.ema_("momentum", batch.grads, mu)
         if options["nesterov"]:
             M = [torch.lerp(g, m, options["momentum"]) for g, m in zip(batch.grads, M, strict=True)]
-        pieces = [layout.pieces(m) for m, layout in zip(M, batch.layouts, strict=True)]
-        places: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for i, parts in enumerate(pieces):
-            for j, part in enumerate(parts):
-                places.setdefault((part.shape[-2], part.shape[-1]), []).append((i, j))
-        rows: list[list[Tensor]] = []
-        if options["row_norm"]:
-            rows = [layout.row_pieces(s["row_moment"]) for s, layout in zip(batch.states, batch.layouts, strict=True)]
-        for shape, same_shape in places.items():
-            size = at_once(*shape, batch.t.device)
-            for together in (same_shape[k : k + size] for k in range(0, len(same_shape), size)):
-                stack = [pieces[i][j] for i, j in together]
-                P = polar(torch.cat(stack), options["polar"], options["polar_dtype"])
-                P = _normalize_rows(P, [rows[i][j] for i, j in together], batch) if rows else _scaled(P, options)
-                for (i, j), u in zip(together, torch.split(P, [len(part) for part in stack]), strict=True):
-                    pieces[i][j] = u
-        return [
-            layout.join(parts, g.shape) for layout, parts, g in zip(batch.layouts, pieces, batch.grads, strict=True)
+        if batch.parts is not None:
+            return _normalize_parts(batch.parts.whole(partial(_stacked, self._factor(options)), M), batch, batch.parts)
+        if not options["row_norm"]:
+            return _stacked(lambda S, _: _scaled(self._factor(options)(S, _), options), M, batch.layouts)
+        rows = [layout.row_pieces(s["row_moment"]) for s, layout in zip(batch.states, batch.layouts, strict=True)]
+        return _stacked(
+            lambda S, at: _normalize_rows(self._factor(options)(S, at), [rows[i][j] for i, j in at], batch),
+            M,
+            batch.layouts,
+        )
+
+    @staticmethod
+    def _factor(options: Options) -> Stacked:
+        return lambda S, _: polar(S, options["polar"], options["polar_dtype"])
+
+
+def _stacked(f: Stacked, tensors: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
+    """f of the matrices of all tensors, those of one shape stacked, as many at once as suits the device."""
+    pieces = [layout.pieces(tensor) for tensor, layout in zip(tensors, layouts, strict=True)]
+    places: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for i, parts in enumerate(pieces):
+        for j, part in enumerate(parts):
+            places.setdefault((part.shape[-2], part.shape[-1]), []).append((i, j))
+    for shape, same_shape in places.items():
+        size = at_once(*shape, tensors[0].device)
+        for together in (same_shape[k : k + size] for k in range(0, len(same_shape), size)):
+            stack = [pieces[i][j] for i, j in together]
+            results = torch.split(f(torch.cat(stack), together), [len(part) for part in stack])
+            for (i, j), result in zip(together, results, strict=True):
+                pieces[i][j] = result
+    return [layout.join(parts, whole.shape) for layout, parts, whole in zip(layouts, pieces, tensors, strict=True)]
+
+
+def _normalize_parts(P: Sequence[Tensor], batch: Batch, held: Parts) -> list[Tensor]:
+    """What `_normalize_rows` and `_scaled` do, for parts of matrices: sums over rows and columns are of the whole."""
+    options = batch.options
+    pieces = [layout.pieces(part) for part, layout in zip(P, held.layouts, strict=True)]
+    squares = [[piece.square().sum(-1) for piece in member] for member in pieces]  # a row
+    held.sum_("column", squares)
+    factors: list[list[Tensor]] = [[torch.ones_like(q) for q in member] for member in squares]
+    if options["row_norm"]:
+        a, b = batch.weights(_beta2(options), P[0].dtype)
+        for i, (state, layout) in enumerate(zip(batch.states, held.layouts, strict=True)):
+            for j, row in enumerate(layout.row_pieces(state["row_moment"])):
+                row.mul_(a).addcmul_(squares[i][j] / held.sides[i][j][1], b)
+                factors[i][j] = 1 / _positive(row.sqrt(), options["eps"])
+    if options["scaling"] == "rms":
+        sums = [
+            [(q * factor.square()).sum(-1, keepdim=True) for q, factor in zip(*member, strict=True)]
+            for member in zip(squares, factors, strict=True)
         ]
+        held.sum_("row", sums)
+    for i, member in enumerate(pieces):
+        for j, (m, n) in enumerate(held.sides[i]):
+            factor = _multiplier(m, n, options)
+            if options["scaling"] == "rms":
+                norm = sums[i][j].sqrt()
+                factor = options["update_rms"] * math.sqrt(m * n) / torch.where(norm > 0, norm, 1)
+            member[j] = member[j] * (factors[i][j] * factor).unsqueeze(-1)
+    return [layout.join(member, part.shape) for layout, member, part in zip(held.layouts, pieces, P, strict=True)]
+
+
+def _beta2(options: Options) -> float:
+    return float(options["beta2"] if "beta2" in options else options["betas"][1])
 
 
 def _normalize_rows(P: Tensor, rows: Sequence[Tensor], batch: Batch) -> Tensor:
@@ -169,8 +237,7 @@ def _normalize_rows(P: Tensor, rows: Sequence[Tensor], batch: Batch) -> Tensor:
     What P̂ is to be scaled by follows from its rows too, so that P is read twice in all, and written over.
     """
     m, n = P.shape[-2:]
-    beta2 = batch.options["beta2"] if "beta2" in batch.options else batch.options["betas"][1]
-    a, b = batch.weights(beta2, P.dtype)
+    a, b = batch.weights(_beta2(batch.options), P.dtype)
     rms = torch.linalg.vector_norm(P, dim=-1) / math.sqrt(n)
     v = torch.cat(list(rows)).mul_(a).addcmul_(rms.square(), b)
     for row, new in zip(rows, torch.split(v, [len(row) for row in rows]), strict=True):
@@ -235,9 +302,14 @@ class Steepest(Direction):
         batch.ema_("momentum", batch.grads, beta2)
         if self.norm == "max":  # entry by entry: any shape will do
             return [duality_map(c, self.norm) for c in C]
+        if batch.parts is not None:
+            return batch.parts.whole(self._of_matrices, C)
+        return self._of_matrices(C, batch.layouts)
+
+    def _of_matrices(self, tensors: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
         return [
-            layout.join([duality_map(part, self.norm) for part in layout.pieces(c)], c.shape)
-            for c, layout in zip(C, batch.layouts, strict=True)
+            layout.join([duality_map(part, self.norm) for part in layout.pieces(tensor)], tensor.shape)
+            for tensor, layout in zip(tensors, layouts, strict=True)
         ]
 
 
@@ -259,16 +331,16 @@ class Shampoo(Direction):
 
     def __call__(self, batch: Batch) -> list[Tensor]:
         beta1, beta2 = batch.options["betas"]
-        M = [
-            layout.pieces(m)[0].double()
-            for m, layout in zip(batch.ema_("momentum", batch.grads, beta1), batch.layouts, strict=True)
-        ]
+        held = batch.ema_("momentum", batch.grads, beta1)
+        wholes = held if batch.parts is None else batch.parts.everywhere(held)
+        M = [layout.pieces(m)[0].double() for m, layout in zip(wholes, batch.layouts, strict=True)]
         left = batch.ema_("left", [m @ m.mT for m in M], beta2)
         right = batch.ema_("right", [m.mT @ m for m in M], beta2)
-        return [
-            (_inverse_fourth_root(L) @ m @ _inverse_fourth_root(R)).reshape(g.shape).to(g.dtype)
-            for L, m, R, g in zip(left, M, right, batch.grads, strict=True)
+        U = [
+            (_inverse_fourth_root(L) @ m @ _inverse_fourth_root(R)).reshape(whole.shape).to(whole.dtype)
+            for L, m, R, whole in zip(left, M, right, wholes, strict=True)
         ]
+        return U if batch.parts is None else batch.parts.here(U)
 
 
 def _inverse_fourth_root(A: Tensor) -> Tensor:

@@ -50,6 +50,17 @@ class Layout:
             return 1, shape[0], _product(shape[1:])
         return _product(shape[:-2]), shape[-2], shape[-1]
 
+    def kind(self, dim: int, ndim: int) -> str:
+        """What a dimension of a parameter counts: "row", "column", or "lead" where it counts matrices."""
+        if self.flat:
+            return "column" if dim % ndim else "row"
+        return {ndim - 1: "column", ndim - 2: "row"}.get(dim % ndim, "lead")
+
+    def sides(self, shape: Sequence[int]) -> list[tuple[int, int]]:
+        """(m, n) of each of `pieces`."""
+        _, m, n = self.shape(shape)
+        return [(size, n) if self.dim == 0 else (m, size) for size in self.sizes] or [(m, n)]
+
     def pieces(self, tensor: Tensor) -> list[Tensor]:
         """The matrices of a parameter-shaped tensor, as [count, m, n] each; views where strides allow it."""
         whole = tensor.reshape(self.shape(tensor.shape))
@@ -80,10 +91,10 @@ class Layout:
     def row_pieces(self, rows: Tensor) -> list[Tensor]:
         """Views [count, m] of a row statistic, one for each of `pieces`."""
         if not self.sizes:
-            return [rows.view(-1, rows.shape[-1])]
+            return [rows.view(_product(rows.shape[:-1]), rows.shape[-1])]
         if self.dim == 1:
-            return list(rows.view(-1, *rows.shape[-2:]).unbind(-1))
-        return list(torch.split(rows.view(-1, rows.shape[-1]), list(self.sizes), dim=1))
+            return list(rows.view(_product(rows.shape[:-2]), *rows.shape[-2:]).unbind(-1))
+        return list(torch.split(rows.view(_product(rows.shape[:-1]), rows.shape[-1]), list(self.sizes), dim=1))
 
 
 def _product(shape: Sequence[int]) -> int:

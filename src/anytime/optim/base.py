@@ -16,7 +16,7 @@ Scheduled optimizers are the same without the average: x = y = z = p, and no d.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, overload
 
@@ -25,14 +25,16 @@ from torch import Tensor, nn
 
 from .. import routing
 from ..core import averaging
-from ..core.direction import Batch
+from ..core.direction import Batch, Parts
 from ..core.layout import Layout
 from ..core.polar import project
+from ..distributed.parts import is_sharded, local, part_like, zeros
+from ..distributed.team import Team, refuse_flat, reshard
 from . import fused
-from .files import ABOUT, Resumable
-from .groups import Group, Place, Router, Ruled, places
+from .files import ABOUT, Resumable, fingerprint
+from .groups import Group, Place, Router, Ruled, places, unique_names
 from .options import validate
-from .rules import RULES
+from .rules import ELEMENTWISE, RULES
 
 State = dict[str, Tensor]
 
@@ -53,6 +55,9 @@ class AnytimeOptimizer(Resumable):
     on_nonfinite: "skip" leaves out a step whose gradients hold inf or NaN, "raise" stops there.
     graph: replay step() from a CUDA graph where the kernels do all of it on one device; elsewhere it has no effect.
     chunk_bytes: working memory of the kernels at a time; None is a seventh of the state.
+    owners, process_group: under data parallelism, who works on a matrix: None everyone, "factor" one process computes
+        its polar factor, "state" one process has its state and makes its step, "gradient" the same and the optimizer
+        adds up the gradients itself. Sharded parameters (FSDP2, tensor parallelism) need no word.
     """
 
     averages = True
@@ -68,22 +73,27 @@ class AnytimeOptimizer(Resumable):
         on_nonfinite: str = "skip",
         graph: bool = False,
         chunk_bytes: int | None = None,
+        owners: str | None = None,
+        process_group: Any = None,
     ) -> None:
-        whole = {"on_nonfinite": on_nonfinite, "graph": graph, "chunk_bytes": chunk_bytes}
+        whole = {"on_nonfinite": on_nonfinite, "graph": graph, "chunk_bytes": chunk_bytes, "owners": owners}
         validate(whole, whole, type(self).__name__)
         self.plan = routing.Plan()
         self._router = Router(type(self).__name__, matrix, rest, dict(rules or {}), unmatched)
         self._on_nonfinite = on_nonfinite
         self._graph, self._chunk_bytes = graph, chunk_bytes
         self._fused = fused.Engines()
+        self._team = Team(owners, process_group)
         self._training = True
         self._skipped: dict[torch.device, Tensor] = {}
         self._fitted: dict[Tensor, tuple[torch.device, torch.dtype]] = {}
-        groups, self.plan.entries = self._router.resolve(routing.collect(params))
+        collected = routing.collect(params)
+        refuse_flat(given.param for members, _ in collected for given in members)
+        groups, self.plan.entries = self._router.resolve(collected)
         super().__init__(groups, dict((matrix or rest).options))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("plan", "_router", "_on_nonfinite", "_graph", "_chunk_bytes", "_training", "_skipped")
+        own = ("plan", "_router", "_on_nonfinite", "_graph", "_chunk_bytes", "_training", "_skipped", "_team")
         kept = {name: getattr(self, name) for name in own}
         return {**super().__getstate__(), **kept, "_fitted": {}, "_fused": fused.Engines()}
 
@@ -104,8 +114,14 @@ class AnytimeOptimizer(Resumable):
             for key in [key for key in param_group if key not in own]:
                 del param_group[key]  # torch fills in the defaults of the other rule
             param_group |= self.about()
-            for place in places(param_group):
-                if place.param.requires_grad:
+            everywhere = list(places(param_group))
+            self._team.add(
+                [place.param for place in everywhere],
+                [Layout.parse(place.layout) for place in everywhere],
+                matrices=param_group["rule"] not in ELEMENTWISE,
+            )
+            for place in everywhere:
+                if place.param.requires_grad and self._team.holds(place.param):
                     self._ensure_state(place)
             return
         known = {id(p) for group in self.param_groups for p in group["params"]}
@@ -147,13 +163,12 @@ class AnytimeOptimizer(Resumable):
         if old and self._fitted.get(p) == (p.device, p.dtype):
             return old
         new: State = {}
+        layout = Layout.parse(place.layout)
         for name, (shape, dtype) in self.state_spec(p, place.group, place.layout).items():
             if name in old and not old[name].is_meta:
                 new[name] = old[name].to(p.device, dtype)
-            elif shape == tuple(p.shape):
-                new[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
             else:
-                new[name] = torch.zeros(shape, dtype=dtype, device=p.device)
+                new[name] = zeros(shape, dtype, p, layout)
         if "y" in old:
             new["y"] = old["y"].to(p.device, p.dtype)
         elif self.averages and not self._training:
@@ -171,6 +186,8 @@ class AnytimeOptimizer(Resumable):
 
     def ensure_state(self, p: Tensor) -> State:
         """The state of a parameter, created if it has none yet because it was frozen."""
+        if not self._team.holds(p):
+            raise RuntimeError(f"the state of a parameter of shape {tuple(p.shape)} is held by another process")
         return self._ensure_state(self._place(p))
 
     def _each(self) -> Iterator[tuple[Tensor, State]]:
@@ -196,10 +213,14 @@ class AnytimeOptimizer(Resumable):
                 f"{type(self).__name__}.step() in eval mode: the model holds the average X, gradients must be taken "
                 "at Y. Call optimizer.train() before the forward pass, or leave the averaged() block first."
             )
+        self.look_at_weights()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._team.active:
+            self._step_together()
+            return loss
         engine = self._fused.again(self.param_groups, self.state)
         if engine is None:
             by_kernels, rest = fused.split(self._work())
@@ -213,8 +234,42 @@ class AnytimeOptimizer(Resumable):
         self._judge({engine.device: engine.ok})
         return loss
 
+    def _step_together(self) -> None:
+        """The step of several processes, which all take it or none."""
+        team = self._team
+        work: fused.Work = []
+        wrong = None
+        try:
+            work = self._work()
+        except RuntimeError as error:
+            wrong = error
+        params = [p for group in self.param_groups for p in group["params"]]
+        team.meet(tuple(p.grad is not None for p in params), self._lines, wrong)
+        owners = team.owners
+        if owners is not None and owners.mode == "gradient":
+            owners.reduce_(params)
+        if owners is not None and owners.mode == "factor":
+            self._step_in_parts({}, work)
+            return
+        self._step_in_parts(*fused.split(work))
+        if owners is not None:
+            moved = [p for p in params if p in owners.of and p.grad is not None]
+            owners.gather_(moved, [p.detach() for p in moved])
+
+    def _lines(self) -> list[str]:
+        """What processes must have in common, a line a parameter."""
+        names = iter(unique_names(self.param_groups) or [f"parameter {i}" for i in range(len(self.plan))])
+        return [
+            f"{next(names)} of shape {tuple(p.shape)}, {p.dtype}, rule {group['rule']}, "
+            + (f"placed as {p.placements}, " if is_sharded(p) else "")
+            + ("without" if p.grad is None else "with")
+            + " a gradient"
+            for group in self.param_groups
+            for p in group["params"]
+        ]
+
     def _step_in_parts(self, by_kernels: Mapping[torch.device, fused.Work], rest: fused.Work) -> None:
-        """The step of several devices, or of parameters that the kernels do not take."""
+        """The step of several devices or processes, or of parameters that the kernels do not take."""
         engines = {
             device: self._fused.get(work, self.averages, self._chunk_bytes) for device, work in by_kernels.items()
         }
@@ -223,8 +278,12 @@ class AnytimeOptimizer(Resumable):
             engine.check()
             flags.append(engine.bad == 0)
         finite = self._finite(
-            [p.grad for _, members in rest for p, _, _ in members if p.grad is not None], flags, [*engines]
+            [local(p.grad) for _, members in rest for p, _, _ in members if p.grad is not None], flags, [*engines]
         )
+        if self._team.active:
+            ok = next(iter(finite.values()), torch.ones((), device=self._team.device))
+            ok = self._team.all_of_us(ok.to(self._team.device, averaging.scalar_dtype(self._team.device)))
+            finite = {device: ok.to(device) for device in {*finite, self._team.device}}
         self._judge(finite)
         for device, engine in engines.items():
             engine.bad.copy_(finite[device] == 0)
@@ -236,10 +295,12 @@ class AnytimeOptimizer(Resumable):
         """Parameters with a gradient, by group, device and dtype; everything that can be wrong is found here."""
         work: list[tuple[Group, list[tuple[Tensor, State, Layout]]]] = []
         for group in self.param_groups:
-            members: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, State, Layout]]] = defaultdict(list)
+            members: dict[tuple[torch.device, torch.dtype, bool], list[tuple[Tensor, State, Layout]]] = defaultdict(
+                list
+            )
             for place in places(group):
                 p = place.param
-                if p.grad is None or p.numel() == 0:
+                if p.grad is None or p.numel() == 0 or not self._team.holds(p):
                     continue
                 if p.grad.layout != torch.strided:
                     raise RuntimeError(
@@ -248,7 +309,8 @@ class AnytimeOptimizer(Resumable):
                     )
                 if p.grad.is_complex():
                     raise RuntimeError(f"{type(self).__name__} takes real gradients, but one is {p.grad.dtype}")
-                members[p.device, p.dtype].append((p, self._ensure_state(place), Layout.parse(place.layout)))
+                kind = (p.device, p.dtype, is_sharded(p))
+                members[kind].append((p, self._ensure_state(place), Layout.parse(place.layout)))
             work.extend((group, batch) for batch in members.values())
         return work
 
@@ -276,13 +338,19 @@ class AnytimeOptimizer(Resumable):
 
     def _update(self, group: Group, members: list[tuple[Tensor, State, Layout]], ok: Tensor) -> None:
         params, states, layouts = (list(column) for column in zip(*members, strict=True))
+        grads = [p.grad for p in params]
+        parts = None if group["rule"] in ELEMENTWISE else self._team.parts(params, layouts)
+        if is_sharded(params[0]):
+            grads = [placed_as(p, grad) for p, grad in zip(params, grads, strict=True)]
+            params = [local(p) for p in params]
+            states = [{name: local(value) for name, value in state.items()} for state in states]
         direction = RULES[group["rule"]]
         precise = compute_dtype(params[0])
         t = torch.stack([state["step"] for state in states]) + 1
         eta = averaging.warmed_up(t, group["lr"], group["warmup_steps"]) * group["rate"] * direction.rate(t, group)
         # A gradient of a skipped step must not reach the buffers even times zero.
-        grads = [torch.where(ok > 0, p.grad.to(precise), 0.0) for p in params]
-        U = direction(Batch(grads, states, layouts, group, t, ok))
+        grads = [torch.where(ok > 0, grad.to(precise), 0.0) for grad in grads]
+        U = direction(Batch(grads, states, layouts, group, t, ok, parts))
         if self.averages:
             clock = averaging.tick(
                 t,
@@ -296,19 +364,25 @@ class AnytimeOptimizer(Resumable):
                 beta_growth=group["beta_growth"],
                 beta_growth_start=group["beta_growth_start"],
             )
-            for i, (p, state, u) in enumerate(zip(params, states, U, strict=True)):
-                y = self._y(p, state)
-                z = averaging.z_of(y, state["d"], clock.beta[i])
-                dz = fast_step(y, z, u, clock.eta[i], layouts[i], group)
+            eta = clock.eta
+        else:
+            eta = eta * ok
+        inside: Sequence[Tensor | None] = [None] * len(U)
+        if group.get("projection") is not None:
+            at = [self._y_and_z(p, state) for p, state in zip(params, states, strict=True)]
+            moved = [z + fast_step(y, z, u, eta[i], group) for i, ((y, z), u) in enumerate(zip(at, U, strict=True))]
+            inside = confined(moved, layouts, parts, group)
+        for i, (p, state, u) in enumerate(zip(params, states, U, strict=True)):
+            y, z = self._y_and_z(p, state)
+            dz = fast_step(y, z, u, eta[i], group, inside[i])
+            if self.averages:
                 averaging.advance_(y, state["d"], dz, clock.c[i], clock.beta[i], clock.beta_next[i])
                 write_(p, y, state)
+            else:
+                write_(p, y.add_(dz), state)
+        if self.averages:
             torch._foreach_copy_([state["weight_sum"] for state in states], list(clock.weight_sum.unbind()))
             torch._foreach_copy_([state["beta"] for state in states], list(clock.beta_next.unbind()))
-        else:
-            rates = eta * ok
-            for i, (p, state, u) in enumerate(zip(params, states, U, strict=True)):
-                y = self._y(p, state)
-                write_(p, y.add_(fast_step(y, y, u, rates[i], layouts[i], group)), state)
         torch._foreach_copy_([state["step"] for state in states], list((t - 1 + ok).unbind()))
 
     @property
@@ -328,21 +402,30 @@ class AnytimeOptimizer(Resumable):
         """Y in the precision of the update: the parameter itself, or a new tensor where the parameter is narrower."""
         return p.detach() if "residual" not in state else p.to(state["residual"].dtype) + state["residual"]
 
+    def _y_and_z(self, p: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        y = self._y(p, state)
+        return y, averaging.z_of(y, state["d"], state["beta"]) if self.averages else y
+
     @torch.no_grad()
     def iterates(self, p: Tensor) -> Iterates:
         """Copies of X, Y and Z of a parameter, in any mode."""
+        self.look_at_weights()
         state = self.state.get(p, {})
         if not state:
             self._place(p)
+            if not self._team.holds(p):
+                self.ensure_state(p)
             return Iterates(*(p.detach().to(compute_dtype(p), copy=True) for _ in range(3)))
-        y = self._y(state.get("y", p), state).clone()
-        if not self.averages:
-            return Iterates(y.clone(), y, y.clone())
-        return Iterates(averaging.x_of(y, state["d"], state["beta"]), y, averaging.z_of(y, state["d"], state["beta"]))
+        y, d, beta = self._local_y(state.get("y", p), state).clone(), local(state.get("d", p)), state.get("beta")
+        if beta is None:
+            return Iterates(*(part_like(part, p) for part in (y.clone(), y, y.clone())))
+        found = averaging.x_of(y, d, beta), y, averaging.z_of(y, d, beta)
+        return Iterates(*(part_like(part, p) for part in found))
 
     @torch.no_grad()
     def eval(self) -> None:
         """The model holds the average X until train(); Y is kept aside."""
+        self.look_at_weights()
         if not self._training:
             return
         each = list(self._each())
@@ -350,18 +433,40 @@ class AnytimeOptimizer(Resumable):
         if self.averages:
             for p, state in each:
                 y = p.detach().clone()
-                x = averaging.x_of(self._y(p, state), state["d"], state["beta"])
+                x = self._local_x(p, state)
                 state["y"] = y
-                p.copy_(x)
+                local(p).copy_(x)
+            self._weights_changed()
 
     @torch.no_grad()
     def train(self) -> None:
         """The model holds Y again, bit for bit what it was before eval()."""
+        self.look_at_weights()
+        back = not self._training
         for p, state in self._each():
             if "y" in state:
-                p.copy_(state["y"])
+                local(p).copy_(local(state["y"]))
                 del state["y"]
         self._set_mode(training=True)
+        if back and self.averages:
+            self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        """Brings other processes' matrices up to date, and whatever was gathered of them."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        owners = self._team.owners
+        if owners is not None and owners.mode != "factor":
+            owned = [p for p in params if p in owners.of]
+            owners.gather_(owned, [p.detach() for p in owned])
+        reshard(params)
+
+    def _local_y(self, p: Tensor, state: State) -> Tensor:
+        return self._y(local(p), {name: local(value) for name, value in state.items()})
+
+    def _local_x(self, p: Tensor, state: State) -> Tensor:
+        """X of a parameter that holds Y, a new tensor: of the part held here."""
+        y = self._local_y(p, state)
+        return averaging.x_of(y, local(state["d"]), state["beta"]) if self.averages else y.clone()
 
     def _set_mode(self, *, training: bool) -> None:
         self._training = training
@@ -385,15 +490,20 @@ class AnytimeOptimizer(Resumable):
         dtype None keeps each parameter's own. Buffers are copied as they are: statistics of BatchNorm belong to Y
         unless recalibrate_batch_norm ran at X.
         """
+        self.look_at_weights()
         found = model.state_dict(keep_vars=True)
         mine = {id(p) for group in self.param_groups for p in group["params"]}
         if not any(id(value) in mine for value in found.values()):
             raise ValueError("averaged_state_dict: none of the optimizer's parameters belong to this model")
         new: dict[int, Tensor] = {}
         for p, state in self._each():
-            y = self._y(state.get("y", p), state)
-            x = averaging.x_of(y, state["d"], state["beta"]) if self.averages else y.clone()
-            new[id(p)] = x.to(dtype or p.dtype)
+            x = self._local_x(state.get("y", p), state)
+            new[id(p)] = part_like(x.to(dtype or p.dtype), p)
+        owners = self._team.owners
+        if owners is not None and owners.mode != "factor":
+            for p in owners.of:
+                new.setdefault(id(p), torch.empty_like(p, dtype=dtype or p.dtype, requires_grad=False))
+            owners.gather_([*owners.of], [new[id(p)] for p in owners.of])
         for name, value in found.items():
             if isinstance(value, Tensor):
                 if id(value) not in new:
@@ -403,6 +513,14 @@ class AnytimeOptimizer(Resumable):
         return found
 
     # ----------------------------------------------------------------- files
+
+    def fingerprints(self, params: Sequence[Tensor]) -> list[Tensor]:
+        found = [fingerprint(p) for p in params]
+        self._team.sum_parts_(params, found)
+        return found
+
+    def holds(self, p: Tensor) -> bool:
+        return self._team.holds(p)
 
     def fit_state(self) -> None:
         for _ in self._each():
@@ -418,6 +536,7 @@ class AnytimeOptimizer(Resumable):
 
 def all_finite(grads: list[Tensor]) -> Tensor:
     """Whether gradients of one device are all finite, there."""
+    grads = [grad for grad in grads if grad.numel()] or [grads[0].new_zeros(1)]  # a part may be empty
     if grads[0].device.type == "cpu":  # its norm of infinite order is not vectorized
         return torch.stack([torch.stack(torch.aminmax(g)).isfinite().all() for g in grads]).all()
     return torch.stack(list(torch._foreach_norm(grads, float("inf")))).isfinite().all()
@@ -432,15 +551,36 @@ def averaging_beta(group: Group) -> float:
     return float(group["beta"] if "beta" in group else group["betas"][0])
 
 
-def fast_step(y: Tensor, z: Tensor, u: Tensor, eta: Tensor, layout: Layout, group: Group) -> Tensor:
-    """z' − z = −η (U + λ z or y), then z' onto the ball that the group asks for."""
+def placed_as(p: Tensor, grad: Tensor) -> Tensor:
+    """The part of a sharded parameter's gradient that belongs to the part held here."""
+    if not is_sharded(grad):
+        raise RuntimeError(f"a parameter of shape {tuple(p.shape)} is sharded, but its gradient is a plain tensor")
+    if grad.placements != p.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
+    return local(grad)
+
+
+def confined(Z: list[Tensor], layouts: list[Layout], parts: Parts | None, group: Group) -> list[Tensor]:
+    """Each matrix of Z in the ball that the group asks for."""
+
+    def inside(tensors: list[Tensor], layouts: list[Layout]) -> list[Tensor]:
+        return [
+            layout.join(
+                [project(piece, group["projection"], group["radius"]) for piece in layout.pieces(tensor)], tensor.shape
+            )
+            for tensor, layout in zip(tensors, layouts, strict=True)
+        ]
+
+    return inside(Z, layouts) if parts is None else parts.whole(inside, Z)
+
+
+def fast_step(y: Tensor, z: Tensor, u: Tensor, eta: Tensor, group: Group, inside: Tensor | None = None) -> Tensor:
+    """z' − z = −η (U + λ z or y), or to `inside`, where that is confined to."""
+    if inside is not None:
+        return torch.where(eta > 0, inside - z, 0)
     if group["weight_decay"] and group.get("decay_at", "z") is not None:
         u = torch.add(u, y if group.get("decay_at") == "y" else z, alpha=group["weight_decay"])
-    dz = u * -eta.to(u.dtype)
-    if group.get("projection") is not None:
-        inside = [project(piece, group["projection"], group["radius"]) for piece in layout.pieces(z + dz)]
-        dz = torch.where(eta > 0, layout.join(inside, z.shape) - z, 0)
-    return dz
+    return u * -eta.to(u.dtype)
 
 
 def write_(p: Tensor, y: Tensor, state: State) -> None:

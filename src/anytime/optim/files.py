@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.layout import Layout
+from ..distributed.parts import Box, Spread, fill_, is_sharded, local, zeros
 from .groups import Place, places, unique_names
 from .options import CHECKS, from_plain, to_plain, validate
 
@@ -25,18 +27,30 @@ _CHUNK = 1 << 22
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A 64-bit hash of a tensor's bits, as a 0-dim int64 tensor on its device.
+    """A 64-bit hash of a tensor's bits, as a 0-dim int64 tensor on its device; of a sharded one, this process's share.
 
     A sum over elements of (bits + 1) times an odd number of the element's position, modulo 2^64: independent of the
     order of summation, so that shards can be added up.
     """
-    flat = tensor.detach().contiguous().view(-1)
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    bits = flat.view(integers)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, bits.numel(), _CHUNK):
-        chunk = bits[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start, start + chunk.numel(), device=tensor.device, dtype=torch.int64)
+    part = local(tensor).contiguous()
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    bits = part.view(-1).view(integers)
+    box: Box = ((0, part.numel()),)
+    strides: tuple[int, ...] = (1,)
+    if is_sharded(tensor) and tensor.dim():
+        bits, box = bits.view(part.shape), Spread.of(tensor).box()
+        strides = torch.empty(tensor.shape, device="meta").stride()
+    if not bits.numel():
+        return total
+    first = torch.zeros((), dtype=torch.int64, device=part.device)
+    for (begin, end), stride in zip(box[1:], strides[1:], strict=True):  # positions within one slice of the rest
+        first = first.unsqueeze(-1) + torch.arange(begin, end, device=part.device) * stride
+    at_once = max(1, _CHUNK // max(1, first.numel()))
+    for start in range(0, len(bits), at_once):
+        chunk = bits[start : start + at_once].to(torch.int64)
+        rows = torch.arange(start, start + len(chunk), device=part.device) + box[0][0]
+        place = rows.view(-1, *[1] * first.dim()) * strides[0] + first
         total += ((chunk + 1) * (place * 0x5851F42D4C957F2E + 0x14057B7EF767814F)).sum()
     return total
 
@@ -45,6 +59,17 @@ class Resumable(torch.optim.Optimizer):
     """Abstract: an optimizer whose state dict describes itself. What it asks of the class below, and what it gives."""
 
     averages: bool
+    _expected: dict[Tensor, tuple[_Pair, str]]
+
+    def look_at_weights(self) -> None:
+        """An error if weights that were to come after the state are not the ones it was saved with."""
+        if not getattr(self, "_expected", None):
+            return
+        prints = self.fingerprints(list(self._expected))
+        for (pair, sequence), found in zip(self._expected.values(), prints, strict=True):
+            if (error := _not_these_weights(pair, int(found), sequence)) is not None:
+                raise ValueError(error)
+        self._expected = {}
 
     @property
     @abstractmethod
@@ -55,6 +80,14 @@ class Resumable(torch.optim.Optimizer):
     @abstractmethod
     def skipped_steps(self) -> int:
         """How many steps were left out."""
+
+    @abstractmethod
+    def fingerprints(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Of the whole parameters, sharded or not."""
+
+    @abstractmethod
+    def holds(self, p: Tensor) -> bool:
+        """Whether the state of a parameter is this process's to keep."""
 
     @abstractmethod
     def fit_state(self) -> None:
@@ -83,10 +116,15 @@ class Resumable(torch.optim.Optimizer):
         self.fit_state()
         packed = super().state_dict()
         everywhere = [place for group in self.param_groups for place in places(group)]
-        states = {
-            index: {**state, "fingerprint": fingerprint(place.param), "order": torch.tensor(place.order)}
+        held = {
+            index: packed["state"].get(index, {})
             for index, place in enumerate(everywhere)
-            if (state := packed["state"].get(index))
+            if packed["state"].get(index) or (place.param.requires_grad and not self.holds(place.param))
+        }
+        prints = self.fingerprints([everywhere[index].param for index in held])
+        states = {
+            index: {**state, "fingerprint": stated, "order": torch.tensor(everywhere[index].order)}
+            for (index, state), stated in zip(held.items(), prints, strict=True)
         }
         about = self.about()
         for group in packed["param_groups"]:
@@ -108,13 +146,21 @@ class Resumable(torch.optim.Optimizer):
             for group, merged in zip(self.param_groups, groups, strict=True)
             for p in group["params"]
         }
+        prints = dict(zip(pairs, map(int, self.fingerprints([pair.place.param for pair in pairs])), strict=True))
         states = {pair.place.param: _checked(self, pair, options[pair.place.param], said["sequence"]) for pair in pairs}
+        wrong = [error for pair in pairs if (error := _not_these_weights(pair, prints[pair], said["sequence"]))]
+        by_names = all(isinstance(name, str) for group in state_dict["param_groups"] for name in group["params"])
+        if wrong and not by_names:
+            raise ValueError(wrong[0])
 
         self.state.clear()
         self.state.update({p: state for p, state in states.items() if state is not None})
         for group, merged in zip(self.param_groups, groups, strict=True):
             group.update(merged)
         self.restore(training=said["sequence"] == "y", skipped_steps=said["skipped_steps"])
+        self._expected = {}
+        if wrong:  # torch's set_state_dict brings the optimizer before the weights; they are looked at when next used
+            self._expected = {pair.place.param: (pair, said["sequence"]) for pair in pairs}
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -130,7 +176,7 @@ class _Saved:
     state: Mapping[str, Tensor] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Pair:
     """A parameter of the optimizer and its saved self."""
 
@@ -209,6 +255,8 @@ def _checked(optimizer: Resumable, pair: _Pair, options: Mapping[str, Any], sequ
             f"{name} followed the rule {saved.rule!r} read as {saved.layout!r} in the state, "
             f"here {group['rule']!r} read as {layout!r}"
         )
+    if not optimizer.holds(p):
+        return None
     if not saved.state:
         if saved.held:
             raise ValueError(f"the state of {name} is missing, though it was there when this was saved")
@@ -233,20 +281,20 @@ def _checked(optimizer: Resumable, pair: _Pair, options: Mapping[str, Any], sequ
         raise ValueError(f"the state of {name} ({tuple(p.shape)}, {p.dtype}) does not fit: {detail}")
     if "y" in kept and kept["y"].dtype != p.dtype:
         raise ValueError(f"the state of {name} was saved with {kept['y'].dtype} weights, here they are {p.dtype}")
-    stated = saved.state.get("fingerprint")
-    if stated is not None and int(stated) != int(fingerprint(p)):
-        held = "the iterate Y (train mode)" if sequence == "y" else "the average X (eval mode)"
-        raise ValueError(
-            f"the weights of {name} are not those the state was saved with, which were {held}: load the weights "
-            "first, saved at the same moment and in the same mode (with torch's distributed checkpoint: "
-            "set_model_state_dict, then set_optimizer_state_dict). To go on from other weights on purpose, remove "
-            "'fingerprint' from the state's entries."
-        )
-    new = {}
-    for key, value in kept.items():
-        like = torch.empty_like(p, dtype=value.dtype, requires_grad=False) if value.shape == p.shape else None
-        new[key] = value.to(p.device, copy=True) if like is None else like.copy_(value)
-    return new
+    return {key: fill_(zeros(value.shape, value.dtype, p, Layout.parse(layout)), value) for key, value in kept.items()}
+
+
+def _not_these_weights(pair: _Pair, found: int, sequence: str) -> str | None:
+    """The words for weights that the state was not saved with."""
+    stated = (pair.saved.state or {}).get("fingerprint")
+    if stated is None or int(stated) == found:
+        return None
+    held = "the iterate Y (train mode)" if sequence == "y" else "the average X (eval mode)"
+    return (
+        f"the weights of {pair.name} are not those the state was saved with, which were {held}: load the weights "
+        "first, saved at the same moment and in the same mode. To go on from other weights on purpose, remove "
+        "'fingerprint' from the state's entries."
+    )
 
 
 def _merged(

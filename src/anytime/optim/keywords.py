@@ -21,6 +21,8 @@ class Handling(TypedDict, total=False):
     on_nonfinite: str
     graph: bool
     chunk_bytes: int | None
+    owners: str | None
+    process_group: Any
 
 
 class Growth(Handling, total=False):
@@ -79,6 +81,8 @@ HANDLING: dict[str, Any] = {
     "on_nonfinite": "skip",
     "graph": False,
     "chunk_bytes": None,
+    "owners": None,
+    "process_group": None,
 }
 AVERAGE: dict[str, Any] = {
     "averaging_power": 0.0,

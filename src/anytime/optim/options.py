@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.polar import METHODS
+from ..distributed.owners import MODES
 
 Check = Callable[[Any], bool]
 
@@ -78,6 +79,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
 WHOLE: dict[str, tuple[Check, str]] = {
     "on_nonfinite": (_one_of("skip", "raise"), "'skip' or 'raise'"),
     "graph": (_one_of(True, False), "True or False"),
+    "owners": (_one_of(None, *MODES), f"None, {', '.join(map(repr, MODES))}"),
     "chunk_bytes": (lambda v: v is None or _whole(1)(v), "a whole number in [1, ∞) or None"),
 }
 #: Keys of a group that others than the optimizer write there; kept, not checked.

@@ -1,0 +1,1 @@
+"""Parameters that several processes hold or train together."""

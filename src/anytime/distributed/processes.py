@@ -1,0 +1,90 @@
+"""Groups of processes, and what they agree on before they send each other anything."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+#: By their newer names, where they have them.
+all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+@dataclass
+class Processes:
+    """Groups of processes by who is in them, made when they are first asked for."""
+
+    groups: dict[Hashable, Any] = field(default_factory=dict)
+
+    def over(self, mesh: Any, dims: Sequence[int]) -> Any:
+        """Those who differ from this process in these dimensions of the mesh alone."""
+        if len(dims) == 1:
+            return mesh.get_group(dims[0])
+        where = [slice(None) if number in dims else at for number, at in enumerate(mesh.get_coordinate())]
+        return self.among(mesh.mesh[tuple(where)].flatten().tolist())
+
+    def among(self, ranks: Iterable[int], *, backend: str | None = None) -> Any:
+        ranks = tuple(ranks)
+        if backend is None and ranks == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD
+        if (ranks, backend) not in self.groups:
+            self.groups[ranks, backend] = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        return self.groups[ranks, backend]
+
+    def control(self, ranks: tuple[int, ...]) -> Any:
+        """A group whose messages go between hosts, past the devices and their queues."""
+        if ranks == tuple(range(dist.get_world_size())):
+            try:
+                dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+                return dist.group.WORLD
+            except RuntimeError:  # made for devices alone
+                pass
+        return self.among(ranks, backend="gloo")
+
+
+def agree(text: str, lines: Callable[[], Sequence[str]], group: Any) -> None:
+    """An error on every process of the group, unless all come with the same text; `lines` say what is behind it."""
+    mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+    size = dist.get_world_size(group)
+    found = torch.zeros(size, dtype=torch.int64)
+    all_gather(found, torch.tensor([mine]), group=group)
+    if (found == mine).all() and (found == found[0]).all():
+        return
+    raise RuntimeError(_differences([text.split("\n") for text in _everyones("\n".join(lines()), group)], group))
+
+
+def _everyones(text: str, group: Any) -> list[str]:
+    data = text.encode()
+    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+    all_gather(lengths, torch.tensor([len(data)]), group=group)
+    longest = max(1, int(lengths.max()))
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+    everyones = torch.zeros(len(lengths) * longest, dtype=torch.uint8)
+    all_gather(everyones, mine, group=group)
+    rows = zip(everyones.view(len(lengths), longest), lengths.tolist(), strict=True)
+    return [bytes(row[:length].tolist()).decode() for row, length in rows]
+
+
+def _differences(lines: Sequence[Sequence[str]], group: Any) -> str:
+    ranks = dist.get_process_group_ranks(group)
+    errors = [f"process {rank}: {of[0][6:]}" for rank, of in zip(ranks, lines, strict=True) if of[0][:6] == "error "]
+    if errors:
+        return "; ".join(errors)
+    first = lines[0]
+    for rank, other in zip(ranks, lines, strict=True):
+        if len(other) != len(first):
+            return (
+                f"the processes do not train the same parameters: process {ranks[0]} has {len(first)} of them, "
+                f"process {rank} {len(other)}"
+            )
+        for a, b in zip(first, other, strict=True):
+            if a != b:
+                return f"the processes differ: process {ranks[0]} has {a}; process {rank} has {b}"
+    return "the processes differ in their parameters or gradients"

@@ -1,0 +1,150 @@
+"""The processes that take a step together, as an optimizer sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core.layout import Layout
+from .exchange import Parts
+from .owners import Owners, Shared
+from .parts import Spread, is_sharded
+from .processes import Processes, agree
+
+
+class Team:
+    """Nobody but this process, until a parameter is sharded or owners are asked for."""
+
+    def __init__(self, owners: str | None = None, group: Any = None) -> None:
+        self.processes = Processes()
+        self.owners: Owners | None = None
+        self.device = torch.device("cpu")
+        self._ranks: tuple[int, ...] = ()
+        self._parts: dict[Any, Parts | Shared] = {}
+        self._agreed: dict[Any, str] = {}
+        if owners is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            self.owners = Owners(owners, group or dist.group.WORLD)
+            self._ranks = tuple(dist.get_process_group_ranks(self.owners.group))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Team:
+        """Groups of processes are not copied: copies of an optimizer share them."""
+        memo[id(self)] = other = Team()
+        other.processes, other.device, other._ranks = self.processes, self.device, self._ranks
+        if self.owners is not None:
+            other.owners = Owners(self.owners.mode, self.owners.group)
+            other.owners._load = list(self.owners._load)
+            other.owners.of = {memo.get(id(p), p): rank for p, rank in self.owners.of.items()}
+        return other
+
+    @property
+    def active(self) -> bool:
+        return bool(self._ranks)
+
+    def add(self, params: Sequence[Tensor], layouts: Sequence[Layout], *, matrices: bool) -> None:
+        """Parameters of one rule that join."""
+        for p in params:
+            self.device = p.device
+            if is_sharded(p) and p.device_mesh.size() > 1:  # type: ignore[attr-defined]
+                if self.owners is not None:
+                    raise ValueError("owners is for parameters that are whole on every process; these are sharded")
+                found = root_ranks(p.device_mesh)  # type: ignore[attr-defined]
+                if len(found) > len(self._ranks):
+                    self._ranks = found
+        if self.owners is not None and matrices:
+            self.owners.add(params, layouts)
+        self._agreed.clear()
+
+    def holds(self, p: Tensor) -> bool:
+        """Whether this process has the parameter's state."""
+        return self.owners is None or self.owners.holds(p)
+
+    def meet(self, key: Any, lines: Callable[[], Sequence[str]], wrong: Exception | None) -> None:
+        """Before a step: an error everywhere unless all are about to take the same one."""
+        if wrong is not None:
+            agree("error", lambda: [f"error {wrong}"], self.processes.control(self._ranks))
+            raise wrong
+        if key not in self._agreed:
+            if len(self._agreed) > 64:
+                self._agreed.clear()
+            self._agreed[key] = "\n".join(lines())
+        agree(self._agreed[key], lines, self.processes.control(self._ranks))
+
+    def all_of_us(self, ok: Tensor) -> Tensor:
+        """1 if it is 1 for every process, else 0."""
+        dist.all_reduce(ok, op=dist.ReduceOp.MIN, group=self.processes.among(self._ranks))
+        return ok
+
+    def sum_of_us(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self.processes.among(self._ranks))
+        return values
+
+    def sum_parts_(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Adds up what the processes that hold a sharded parameter together have each found of it; 0-dim values."""
+        together: dict[int, tuple[Any, list[Tensor]]] = {}
+        for p, value in zip(params, values, strict=True):
+            if is_sharded(p) and (dims := [number for number, _ in Spread.of(p).sharded()]):
+                group = self.processes.over(p.device_mesh, dims)  # type: ignore[attr-defined]
+                together.setdefault(id(group), (group, []))[1].append(value)
+        for group, alike in together.values():
+            totals = torch.stack(alike)
+            dist.all_reduce(totals, group=group)
+            for value, total in zip(alike, totals.unbind(), strict=True):
+                value.copy_(total)
+
+    def parts(self, params: Sequence[Tensor], layouts: Sequence[Layout]) -> Parts | Shared | None:
+        """How matrices of these parameters are had whole; None where they are."""
+        sharded = is_sharded(params[0])
+        if not sharded and (self.owners is None or self.owners.mode != "factor"):
+            return None
+        key = tuple(map(id, params))
+        if key not in self._parts:
+            if len(self._parts) > 64:  # parameters that come and go
+                self._parts.clear()
+            self._parts[key] = (
+                Parts(self.processes, [Spread.of(p) for p in params], layouts)
+                if sharded
+                else Shared(self.owners, params, layouts)  # type: ignore[arg-type]
+            )
+        return self._parts[key]
+
+
+def root_ranks(mesh: Any) -> tuple[int, ...]:
+    """Everyone in the mesh that this one was cut from."""
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    return tuple(sorted(root.mesh.flatten().tolist()))
+
+
+def refuse_flat(params: Iterable[Tensor]) -> None:
+    """The parameters of FSDP's first version have lost their shapes."""
+    for p in params:
+        if getattr(p, "_fsdp_flattened", False):
+            raise ValueError(
+                "FullyShardedDataParallel (FSDP1) flattens parameters, and no matrix is left of them: use "
+                "torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+
+
+def reshard(params: Sequence[Tensor]) -> None:
+    """Makes FSDP2 gather the parameters anew at the next forward pass, for they have changed.
+
+    It does so by itself after a backward pass, but keeps what it gathered in an evaluation, at the root at least.
+    """
+    if not any(map(is_sharded, params)):
+        return
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+    mine = set(map(id, params))
+    for module in list(_module_state_mapping):
+        if isinstance(module, FSDPModule) and any(id(p) in mine for p in _sharded_params(module)):
+            module.reshard()
+
+
+def _sharded_params(module: Any) -> list[Tensor]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [held.sharded_param for group in groups if group is not None for held in group.fsdp_params]
