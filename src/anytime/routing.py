@@ -135,9 +135,18 @@ def collect_group(group: dict[str, Any]) -> tuple[list[Given], dict[str, Any]]:
 def _from_module(model: nn.Module) -> list[Given]:
     names: dict[Tensor, list[str]] = {}
     owners: dict[Tensor, list[nn.Module]] = {}
+    wrapped = [
+        f"{prefix}.module." if prefix else "module."
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.parallel.DistributedDataParallel)
+    ]
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            full = plain_name(f"{prefix}.{name}" if prefix else name)
+            full = f"{prefix}.{name}" if prefix else name
+            for wrapper in wrapped:  # the name that it has without
+                if full.startswith(wrapper):
+                    full = wrapper.removesuffix("module.") + full.removeprefix(wrapper)
+            full = plain_name(full)
             if full not in names.setdefault(param, []):
                 names[param].append(full)
             owners.setdefault(param, []).append(module)
@@ -171,8 +180,8 @@ def _from_items(items: Sequence[Any]) -> list[Given]:
 
 
 def plain_name(name: str) -> str:
-    """The name without what torch.compile puts before it, so that compiled and plain models share checkpoints."""
-    return name.replace("_orig_mod.", "")
+    """The name without what torch.compile and checkpoint_wrapper put before it: all of them share checkpoints."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def match(given: Sequence[Given], rules: Rules, *, unmatched: str, complete: bool = True) -> list[dict[str, Any]]:

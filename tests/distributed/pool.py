@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 
-def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+        pipe.send(store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", pipe.recv(), world, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     while True:
         try:
@@ -51,10 +55,11 @@ class Pool:
         for _, pipe in self._processes:
             pipe.send((function, arguments))
         results: list[tuple[bool, Any]] = []
+        end = time.monotonic() + timeout
         for rank, (process, pipe) in enumerate(self._processes):
-            if not pipe.poll(timeout):
+            failed = not all(fine for fine, _ in results)
+            if not pipe.poll(min(2.0, timeout) if failed else max(0.0, end - time.monotonic())):
                 results.append((False, f"no answer in {timeout} s"))
-                timeout = 1
                 continue
             try:
                 results.append(pipe.recv())
@@ -65,16 +70,17 @@ class Pool:
         return results
 
     def _start(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.tensor", "torch.distributed.fsdp", "anytime"])
         for rank in range(self.world):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.world, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append((process, mine))
+        port = self._processes[0][1].recv()
+        for _, pipe in self._processes[1:]:
+            pipe.send(port)
 
     def close(self) -> None:
         for process, pipe in self._processes:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 #: By their newer names, where they have them.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor

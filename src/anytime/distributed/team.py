@@ -78,12 +78,11 @@ class Team:
         dist.all_reduce(ok, op=dist.ReduceOp.MIN, group=self.processes.among(self._ranks))
         return ok
 
-    def sum_of_us(self, values: Tensor) -> Tensor:
+    def sum_(self, values: Tensor) -> None:
         dist.all_reduce(values, group=self.processes.among(self._ranks))
-        return values
 
     def sum_parts_(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Adds up what the processes that hold a sharded parameter together have each found of it; 0-dim values."""
+        """Adds up what the processes that hold a sharded parameter together have each found of it; all of one shape."""
         together: dict[int, tuple[Any, list[Tensor]]] = {}
         for p, value in zip(params, values, strict=True):
             if is_sharded(p) and (dims := [number for number, _ in Spread.of(p).sharded()]):

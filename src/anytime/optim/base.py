@@ -455,8 +455,7 @@ class AnytimeOptimizer(Resumable):
         """Brings other processes' matrices up to date, and whatever was gathered of them."""
         params = [p for group in self.param_groups for p in group["params"]]
         owners = self._team.owners
-        if owners is not None and owners.mode != "factor":
-            owned = [p for p in params if p in owners.of]
+        if owners is not None and (owned := [p for p in params if self.is_owned(p)]):
             owners.gather_(owned, [p.detach() for p in owned])
         reshard(params)
 
@@ -516,11 +515,26 @@ class AnytimeOptimizer(Resumable):
 
     def fingerprints(self, params: Sequence[Tensor]) -> list[Tensor]:
         found = [fingerprint(p) for p in params]
-        self._team.sum_parts_(params, found)
+        self.sum_parts_(params, found)
         return found
 
     def holds(self, p: Tensor) -> bool:
         return self._team.holds(p)
+
+    def is_owned(self, p: Tensor) -> bool:
+        """Whether one process alone has the state of a parameter."""
+        owners = self._team.owners
+        return owners is not None and owners.mode != "factor" and p in owners.of
+
+    def sum_parts_(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Adds up, in place, what was found on the parts of each parameter; all processes must ask for it."""
+        self._team.sum_parts_(params, values)
+
+    def sum_owned_(self, value: Tensor) -> None:
+        """Adds up, in place, what each process found on the parameters that it owns."""
+        owners = self._team.owners
+        if owners is not None and owners.mode != "factor":
+            self._team.sum_(value)
 
     def fit_state(self) -> None:
         for _ in self._each():
