@@ -65,8 +65,8 @@ class Probe:
         """η_t of the step that was taken, 0 if it was left out."""
         group, t = place.group, self.optimizer.state[place.param]["step"]
         eta = averaging.warmed_up(t, group["lr"], group["warmup_steps"]) * group["rate"]
-        taken: Tensor = t > before
-        return eta * RULES[group["rule"]].rate(t, group) * taken
+        rate: Tensor = eta * RULES[group["rule"]].rate(t, group) * (t > before)
+        return rate
 
     def _sums(self, place: Place, before: Iterates, eta: Tensor) -> Tensor:
         """[4]: z², U², z² before and U·z before, summed over the part held here; U is the update without the decay."""

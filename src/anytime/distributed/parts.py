@@ -133,17 +133,20 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, p: Tensor, layout: Layout) -
     return wrapped(part, rows.mesh, rows.placements, shape)
 
 
-def fill_(target: Tensor, value: Tensor) -> Tensor:
-    """target ← value, whichever way either is spread. A whole value is cut, parts are put together where needed."""
+def part_of(value: Tensor, like: Tensor) -> Tensor:
+    """The part of a value that belongs to the part of `like` held here, whichever way either is spread."""
     if is_sharded(value):
-        same = is_sharded(target) and (target.device_mesh, target.placements) == (value.device_mesh, value.placements)  # type: ignore[attr-defined]
-        value = local(value) if same else value.full_tensor()  # type: ignore[attr-defined]
-        if same:
-            local(target).copy_(value)
-            return target
-    if is_sharded(target):
-        value = value[tuple(slice(first, end) for first, end in Spread.of(target).box())]
-    local(target).copy_(value)
+        if is_sharded(like) and (like.device_mesh, like.placements) == (value.device_mesh, value.placements):  # type: ignore[attr-defined]
+            return local(value)
+        value = value.full_tensor()  # type: ignore[attr-defined]
+    if is_sharded(like) and value.shape == like.shape:
+        return value[slices(Spread.of(like).box())]
+    return value
+
+
+def fill_(target: Tensor, value: Tensor) -> Tensor:
+    """target ← value. A whole value is cut, parts are put together where needed."""
+    local(target).copy_(part_of(value, target))
     return target
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.parts import local, part_of
 from ..routing import plain_name
 from .base import AnytimeOptimizer
 from .groups import places, unique_names
@@ -59,7 +60,8 @@ def start_from(
         raise ValueError("the state holds nothing: it was saved before the first step")
     for p, state, group, convert in found:
         own = optimizer.ensure_state(p)
-        convert(p, own, state, group)
+        here = {key: part_of(value, p) if isinstance(value, Tensor) else value for key, value in state.items()}
+        convert(local(p), {key: local(value) for key, value in own.items()}, here, group)
         if step is not None:
             own["step"].fill_(step)
 

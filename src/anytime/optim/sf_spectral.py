@@ -57,7 +57,7 @@ class SFNorMuon(ScheduleFreeSpectral):
         adam_lr, adam_weight_decay, adam_betas, adam_eps, adam_decay_at="y": of the SF-AdamW part; by default lr and
             weight_decay as above, betas (0.95, 0.99), or (β, 0.99) if β grows.
         adam_bias_correction="rate": η_t times √(1 − β2^t), as the paper does; "moment" divides v instead, None neither.
-        rules, unmatched, on_nonfinite: see AnytimeOptimizer.
+        rules, unmatched, on_nonfinite, graph, owners: see AnytimeOptimizer.
     """
 
     def __init__(
