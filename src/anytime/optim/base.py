@@ -15,6 +15,7 @@ Scheduled optimizers are the same without the average: x = y = z = p, and no d.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -87,6 +88,7 @@ class AnytimeOptimizer(Resumable):
         self._training = True
         self._skipped: dict[torch.device, Tensor] = {}
         self._fitted: dict[Tensor, tuple[torch.device, torch.dtype]] = {}
+        self._module = weakref.ref(params) if isinstance(params, nn.Module) else None
         collected = routing.collect(params)
         refuse_flat(given.param for members, _ in collected for given in members)
         groups, self.plan.entries = self._router.resolve(collected)
@@ -95,7 +97,7 @@ class AnytimeOptimizer(Resumable):
     def __getstate__(self) -> dict[str, Any]:
         own = ("plan", "_router", "_on_nonfinite", "_graph", "_chunk_bytes", "_training", "_skipped", "_team")
         kept = {name: getattr(self, name) for name in own}
-        return {**super().__getstate__(), **kept, "_fitted": {}, "_fused": fused.Engines()}
+        return {**super().__getstate__(), **kept, "_fitted": {}, "_fused": fused.Engines(), "_module": None}
 
     def __repr__(self) -> str:
         lists = ("params", "param_names", "layouts", "order", "rule", *ABOUT)
@@ -312,6 +314,15 @@ class AnytimeOptimizer(Resumable):
                 kind = (p.device, p.dtype, is_sharded(p))
                 members[kind].append((p, self._ensure_state(place), Layout.parse(place.layout)))
             work.extend((group, batch) for batch in members.values())
+        module = None if self._module is None or work else self._module()
+        if module is not None:
+            mine = {id(p) for group in self.param_groups for p in group["params"]}
+            now = list(module.parameters())
+            if now and not any(id(p) in mine for p in now):
+                raise RuntimeError(
+                    f"the model has other parameters than when {type(self).__name__} was built: shard the model "
+                    "(fully_shard, parallelize_module), move it or load it first, and build the optimizer then"
+                )
         return work
 
     @staticmethod

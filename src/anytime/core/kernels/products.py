@@ -90,7 +90,7 @@ def symmetric(
     """out = (alpha A Bᵀ + beta D + gamma I) · scales^power for A, B [batch, n, k] whose product is symmetric.
 
     D and out are [batch, n, n], scales [batch], power 1 or 2; out is none of the others. Rows are contiguous and start
-    at multiples of 16 bytes.
+    at multiples of 16 bytes; what lies between the end of a row of out and the next such multiple may be written too.
     """
     batch, n, k = A.shape
     block = _block(n)
