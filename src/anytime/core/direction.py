@@ -199,7 +199,7 @@ def _stacked(f: Stacked, tensors: Sequence[Tensor], layouts: Sequence[Layout]) -
 
 
 def _normalize_parts(P: Sequence[Tensor], batch: Batch, held: Parts) -> list[Tensor]:
-    """What `_normalize_rows` and `_scaled` do, for parts of matrices: sums over rows and columns are of the whole."""
+    """What `_normalize_rows` and `_scaled` do, for parts of matrices and in place: sums are of the whole."""
     options = batch.options
     pieces = [layout.pieces(part) for part, layout in zip(P, held.layouts, strict=True)]
     squares = [[piece.square().sum(-1) for piece in member] for member in pieces]  # a row
@@ -223,8 +223,8 @@ def _normalize_parts(P: Sequence[Tensor], batch: Batch, held: Parts) -> list[Ten
             if options["scaling"] == "rms":
                 norm = sums[i][j].sqrt()
                 factor = options["update_rms"] * math.sqrt(m * n) / torch.where(norm > 0, norm, 1)
-            member[j] = member[j] * (factors[i][j] * factor).unsqueeze(-1)
-    return [layout.join(member, part.shape) for layout, member, part in zip(held.layouts, pieces, P, strict=True)]
+            member[j].mul_((factors[i][j] * factor).unsqueeze(-1))
+    return list(P)
 
 
 def _beta2(options: Options) -> float:

@@ -75,7 +75,7 @@ class Exchange:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.layouts = dict(zip(members, layouts, strict=True))
         self.boxes = {i: spread.box() for i, spread in zip(members, spreads, strict=True)}
-        boxes = {spread: spread.boxes() for spread in spreads}
+        boxes = {spread: self._by_rank(spread) for spread in spreads}
         self.units = [
             unit
             for i, spread, layout in zip(members, spreads, layouts, strict=True)
@@ -85,6 +85,11 @@ class Exchange:
             [unit.cost for unit in self.units], [sorted(unit.boxes) for unit in self.units], [0.0] * self.size
         )
         self._plans: dict[int, list[list[int]]] = {}
+
+    def _by_rank(self, spread: Spread) -> dict[int, Box]:
+        """A group numbers its processes in their order, a mesh as it likes."""
+        ranks = [dist.get_group_rank(self.group, rank) for rank in spread.holders()]
+        return dict(zip(ranks, spread.boxes(), strict=True))
 
     def plan(self, itemsize: int) -> list[list[int]]:
         if itemsize not in self._plans:
@@ -193,13 +198,13 @@ def _take(buffer: Tensor, at: int, target: Tensor) -> int:
     return end
 
 
-def _units(member: int, spread: Spread, layout: Layout, boxes: Sequence[Box]) -> Iterator[Unit]:
+def _units(member: int, spread: Spread, layout: Layout, boxes: Mapping[int, Box]) -> Iterator[Unit]:
     leading = 0 if layout.flat else len(spread.shape) - 2
     shape = spread.shape[leading:]
     for index in product(*(range(side) for side in spread.shape[:leading])):
         held = {
             rank: box[leading:]
-            for rank, box in enumerate(boxes)
+            for rank, box in boxes.items()
             if numel(box) and all(first <= i < end for i, (first, end) in zip(index, box, strict=False))
         }
         yield Unit(member, index, shape, held, cost(layout, shape))
@@ -235,7 +240,7 @@ class Parts:
 
     def whole(self, f: Transform, parts: Sequence[Tensor]) -> list[Tensor]:
         """f of the whole matrices, in the parts held here."""
-        into = [torch.empty_like(part) for part in parts]
+        into = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in parts]
         for exchange in self.exchanges:
             exchange(f, {i: parts[i] for i in exchange.members}, {i: into[i] for i in exchange.members})
         here = [i for i in self._whole_here if parts[i].numel()]

@@ -63,7 +63,7 @@ class Owners:
         self, owners: Sequence[int], f: Transform, tensors: Sequence[Tensor], layouts: Sequence[Layout]
     ) -> list[Tensor]:
         """f of all tensors, each computed by its owner; a round travels while the next is computed."""
-        into = [torch.empty_like(tensor) for tensor in tensors]
+        into = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
         arriving: Callable[[], None] | None = None
         for together in self._alike(owners, tensors):
             mine = [i for i in together if owners[i] == self.rank]

@@ -82,7 +82,7 @@ class Spread:
         return tuple((first, first + size) for first, size in zip(offsets, sizes, strict=True))
 
     def boxes(self) -> list[Box]:
-        """The parts of those who hold the tensor together, in the order of `ranks_over` the dimensions that cut it."""
+        """The parts of those who hold the tensor together, in the order of `holders`."""
         dims = [number for number, _ in self.sharded()]
         found = []
         for at in product(*(range(self.mesh.size(number)) for number in dims)):
@@ -93,6 +93,10 @@ class Spread:
         if not _tile(found, self.shape):
             raise ValueError(f"a parameter of shape {self.shape} spread as {self.placements} does not lie in blocks")
         return found
+
+    def holders(self) -> list[int]:
+        """The processes that hold the tensor together, as all processes are numbered, in the mesh's order."""
+        return ranks_over(self.mesh, [number for number, _ in self.sharded()])
 
     def rows(self, layout: Layout) -> tuple[Any, ...]:
         """Placements of a statistic a row: whole where columns are cut."""
@@ -121,12 +125,27 @@ class Spread:
         return Layout(layout.flat, layout.dim, tuple(sizes))
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype, p: Tensor, layout: Layout) -> Tensor:
-    """A new buffer for a parameter: spread as it is, a statistic a row by its rows, anything else (0-dim too) plain."""
-    if len(shape) and tuple(shape) == tuple(p.shape):
+def ranks_over(mesh: Any, dims: Sequence[int]) -> list[int]:
+    """Those who differ from this process in these dimensions of the mesh alone, in the mesh's order."""
+    where = [slice(None) if number in dims else at for number, at in enumerate(mesh.get_coordinate())]
+    found: list[int] = mesh.mesh[tuple(where)].flatten().tolist()
+    return found
+
+
+#: State that is whole on every process, whatever shape it has.
+WHOLE = ("step", "weight_sum", "beta", "left", "right")
+
+
+def zeros(name: str, shape: Sequence[int], dtype: torch.dtype, p: Tensor, layout: Layout) -> Tensor:
+    """A new buffer for a parameter: spread as it is, a statistic a row by its rows, 0-dim and some others plain."""
+    if name == "row_moment" and is_sharded(p):
+        return _zero_rows(shape, dtype, p, layout)
+    if len(shape) and name not in WHOLE and tuple(shape) == tuple(p.shape):
         return torch.zeros_like(p, dtype=dtype, requires_grad=False)
-    if not len(shape) or not is_sharded(p) or tuple(shape) != layout.row_shape(p.shape):
-        return torch.zeros(shape, dtype=dtype, device=p.device)
+    return torch.zeros(shape, dtype=dtype, device=p.device)
+
+
+def _zero_rows(shape: Sequence[int], dtype: torch.dtype, p: Tensor, layout: Layout) -> Tensor:
     spread = Spread.of(p)
     rows = Spread(tuple(shape), spread.mesh, spread.rows(layout))
     part = torch.zeros([end - first for first, end in rows.box()], dtype=dtype, device=p.device)

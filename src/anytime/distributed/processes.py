@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .parts import ranks_over
+
 #: By their newer names, where they have them.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
@@ -25,11 +27,10 @@ class Processes:
         """Those who differ from this process in these dimensions of the mesh alone."""
         if len(dims) == 1:
             return mesh.get_group(dims[0])
-        where = [slice(None) if number in dims else at for number, at in enumerate(mesh.get_coordinate())]
-        return self.among(mesh.mesh[tuple(where)].flatten().tolist())
+        return self.among(ranks_over(mesh, dims))
 
     def among(self, ranks: Iterable[int], *, backend: str | None = None) -> Any:
-        ranks = tuple(ranks)
+        ranks = tuple(sorted(ranks))
         if backend is None and ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
         if (ranks, backend) not in self.groups:

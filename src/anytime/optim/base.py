@@ -170,7 +170,7 @@ class AnytimeOptimizer(Resumable):
             if name in old and not old[name].is_meta:
                 new[name] = old[name].to(p.device, dtype)
             else:
-                new[name] = zeros(shape, dtype, p, layout)
+                new[name] = zeros(name, shape, dtype, p, layout)
         if "y" in old:
             new["y"] = old["y"].to(p.device, p.dtype)
         elif self.averages and not self._training:
@@ -260,14 +260,14 @@ class AnytimeOptimizer(Resumable):
 
     def _lines(self) -> list[str]:
         """What processes must have in common, a line a parameter."""
-        names = iter(unique_names(self.param_groups) or [f"parameter {i}" for i in range(len(self.plan))])
+        everywhere = [place for group in self.param_groups for place in places(group)]
+        names = unique_names(self.param_groups) or [f"parameter {place.order}" for place in everywhere]
         return [
-            f"{next(names)} of shape {tuple(p.shape)}, {p.dtype}, rule {group['rule']}, "
-            + (f"placed as {p.placements}, " if is_sharded(p) else "")
+            f"{name} of shape {tuple(p.shape)}, {p.dtype}, rule {group['rule']}, "
+            + (f"placed as {p.placements}, " if is_sharded(p) else "")  # type: ignore[attr-defined]
             + ("without" if p.grad is None else "with")
             + " a gradient"
-            for group in self.param_groups
-            for p in group["params"]
+            for name, (p, group, _, _) in zip(names, everywhere, strict=True)
         ]
 
     def _step_in_parts(self, by_kernels: Mapping[torch.device, fused.Work], rest: fused.Work) -> None:
@@ -302,7 +302,7 @@ class AnytimeOptimizer(Resumable):
             )
             for place in places(group):
                 p = place.param
-                if p.grad is None or p.numel() == 0 or not self._team.holds(p):
+                if p.grad is None or p.numel() == 0:
                     continue
                 if p.grad.layout != torch.strided:
                     raise RuntimeError(
@@ -311,6 +311,11 @@ class AnytimeOptimizer(Resumable):
                     )
                 if p.grad.is_complex():
                     raise RuntimeError(f"{type(self).__name__} takes real gradients, but one is {p.grad.dtype}")
+                if is_sharded(p) != is_sharded(p.grad):
+                    kinds = ("a plain tensor", "sharded") if is_sharded(p.grad) else ("sharded", "a plain tensor")
+                    raise RuntimeError(f"a parameter of shape {tuple(p.shape)} is {kinds[0]}, its gradient {kinds[1]}")
+                if not self._team.holds(p):
+                    continue
                 kind = (p.device, p.dtype, is_sharded(p))
                 members[kind].append((p, self._ensure_state(place), Layout.parse(place.layout)))
             work.extend((group, batch) for batch in members.values())
@@ -512,7 +517,7 @@ class AnytimeOptimizer(Resumable):
         owners = self._team.owners
         if owners is not None and owners.mode != "factor":
             for p in owners.of:
-                new.setdefault(id(p), torch.empty_like(p, dtype=dtype or p.dtype, requires_grad=False))
+                new.setdefault(id(p), p.detach().to(dtype or p.dtype, copy=True))
             owners.gather_([*owners.of], [new[id(p)] for p in owners.of])
         for name, value in found.items():
             if isinstance(value, Tensor):
@@ -578,8 +583,6 @@ def averaging_beta(group: Group) -> float:
 
 def placed_as(p: Tensor, grad: Tensor) -> Tensor:
     """The part of a sharded parameter's gradient that belongs to the part held here."""
-    if not is_sharded(grad):
-        raise RuntimeError(f"a parameter of shape {tuple(p.shape)} is sharded, but its gradient is a plain tensor")
     if grad.placements != p.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
     return local(grad)

@@ -281,7 +281,9 @@ def _checked(optimizer: Resumable, pair: _Pair, options: Mapping[str, Any], sequ
         raise ValueError(f"the state of {name} ({tuple(p.shape)}, {p.dtype}) does not fit: {detail}")
     if "y" in kept and kept["y"].dtype != p.dtype:
         raise ValueError(f"the state of {name} was saved with {kept['y'].dtype} weights, here they are {p.dtype}")
-    return {key: fill_(zeros(value.shape, value.dtype, p, Layout.parse(layout)), value) for key, value in kept.items()}
+    return {
+        key: fill_(zeros(key, value.shape, value.dtype, p, Layout.parse(layout)), value) for key, value in kept.items()
+    }
 
 
 def _not_these_weights(pair: _Pair, found: int, sequence: str) -> str | None:
