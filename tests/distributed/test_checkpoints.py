@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -101,13 +100,14 @@ def call(pools, kind, function, *arguments):
     return pools(world)(function, kind, *arguments) if world > 1 else [function(kind, *arguments)]
 
 
-def check(pools, tmp_path, saved, resumed, dtype, **how):
+def check(pools, tmp_path, saved, others, dtype, **how):
     flat, later, calls = how.get("flat", False), how.get("later", False), how.get("calls", 1)
     call(pools, saved, save, dtype, tmp_path / "saved", flat, later)
     one = Trained("one", dtype).go(range(END))
-    for found in call(pools, resumed, resume, dtype, tmp_path / "saved", flat, calls):
-        for name, wanted in one.items():
-            assert float((found[name] - wanted).abs().max()) < BOUNDS[dtype], name
+    for resumed in others:
+        for found in call(pools, resumed, resume, dtype, tmp_path / "saved", flat, calls):
+            for name, wanted in one.items():
+                assert float((found[name] - wanted).abs().max()) < BOUNDS[dtype], (resumed, name)
 
 
 QUICK = [
@@ -119,19 +119,19 @@ QUICK = [
 
 @pytest.mark.parametrize(("saved", "resumed"), QUICK)
 def test_resume_on_another_mesh(pools, tmp_path, saved, resumed):
-    check(pools, tmp_path, saved, resumed, torch.float64)
+    check(pools, tmp_path, saved, [resumed], torch.float64)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize(("saved", "resumed"), list(product(KINDS, repeat=2)))
-def test_resume_on_any_mesh(pools, tmp_path, saved, resumed, dtype):
-    check(pools, tmp_path, saved, resumed, dtype)
+@pytest.mark.parametrize("saved", KINDS)
+def test_resume_on_any_mesh(pools, tmp_path, saved, dtype):
+    check(pools, tmp_path, saved, KINDS, dtype)
 
 
 @pytest.mark.parametrize("how", [{"flat": True}, {"later": True}, {"calls": 2}, {"flat": True, "calls": 2}], ids=str)
 def test_other_ways_to_save_and_load(pools, tmp_path, how):
-    check(pools, tmp_path, "fsdp 2", "fsdp 4", torch.float64, **how)
+    check(pools, tmp_path, "fsdp 2", ["fsdp 4"], torch.float64, **how)
 
 
 def wrong_weights(folder: Path) -> str:

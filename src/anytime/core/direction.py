@@ -203,7 +203,8 @@ def _normalize_parts(P: Sequence[Tensor], batch: Batch, held: Parts) -> list[Ten
     options = batch.options
     pieces = [layout.pieces(part) for part, layout in zip(P, held.layouts, strict=True)]
     squares = [[piece.square().sum(-1) for piece in member] for member in pieces]  # a row
-    held.sum_("column", squares)
+    if options["row_norm"] or options["scaling"] == "rms":
+        held.sum_("column", squares)
     factors: list[list[Tensor]] = [[torch.ones_like(q) for q in member] for member in squares]
     if options["row_norm"]:
         a, b = batch.weights(_beta2(options), P[0].dtype)

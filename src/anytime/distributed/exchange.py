@@ -156,9 +156,8 @@ class Exchange:
             at = _take(buffer, at, into[unit.member][self._here(unit)])
 
     def _parted(self, together: Sequence[int]) -> list[Unit]:
-        """Units of which a part is here, by owner."""
-        found = [u for u in together if self.rank in self.units[u].boxes]
-        return [self.units[u] for u in sorted(found, key=lambda u: self.owners[u])]
+        """Units of which a part is here; by owner, for that is how a round lists them."""
+        return [self.units[u] for u in together if self.rank in self.units[u].boxes]
 
     def _return(self, together: Sequence[int], results: Mapping[int, Tensor], parts: Mapping[int, Tensor]) -> Trip:
         pieces, splits = [], [0] * self.size

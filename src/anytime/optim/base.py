@@ -209,7 +209,8 @@ class AnytimeOptimizer(Resumable):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update from the gradients of the parameters that have one; gradients are read, never written."""
+        """One update from the gradients of the parameters that have one. They are read, not written, unless this
+        optimizer adds them up itself (owners="gradient"): then they become the mean, an owned one at its owner."""
         if not self._training:
             raise RuntimeError(
                 f"{type(self).__name__}.step() in eval mode: the model holds the average X, gradients must be taken "
@@ -310,7 +311,9 @@ class AnytimeOptimizer(Resumable):
                         f"{p.grad.layout}: build its layer with sparse=False"
                     )
                 if p.grad.is_complex():
-                    raise RuntimeError(f"{type(self).__name__} takes real gradients, but one is {p.grad.dtype}")
+                    raise RuntimeError(
+                        f"{type(self).__name__} takes real gradients, but one of shape {tuple(p.shape)} is {p.grad.dtype}"
+                    )
                 if is_sharded(p) != is_sharded(p.grad):
                     kinds = ("a plain tensor", "sharded") if is_sharded(p.grad) else ("sharded", "a plain tensor")
                     raise RuntimeError(f"a parameter of shape {tuple(p.shape)} is {kinds[0]}, its gradient {kinds[1]}")
