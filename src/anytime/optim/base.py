@@ -311,9 +311,8 @@ class AnytimeOptimizer(Resumable):
                         f"{p.grad.layout}: build its layer with sparse=False"
                     )
                 if p.grad.is_complex():
-                    raise RuntimeError(
-                        f"{type(self).__name__} takes real gradients, but one of shape {tuple(p.shape)} is {p.grad.dtype}"
-                    )
+                    found = f"one of shape {tuple(p.shape)} is {p.grad.dtype}"
+                    raise RuntimeError(f"{type(self).__name__} takes real gradients, but {found}")
                 if is_sharded(p) != is_sharded(p.grad):
                     kinds = ("a plain tensor", "sharded") if is_sharded(p.grad) else ("sharded", "a plain tensor")
                     raise RuntimeError(f"a parameter of shape {tuple(p.shape)} is {kinds[0]}, its gradient {kinds[1]}")
