@@ -44,7 +44,7 @@ from anytime.storage import Entry, Index, Part, Region, read_into, regions_of, w
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 PROCESSES = 4
-SECONDS = 150
+SECONDS = 240
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -181,6 +181,22 @@ def test_gaps_and_overlaps_are_seen(tiling, data):
             Index({"w": Entry(torch.float32, shape, (*parts[:lost], moved, *parts[lost + 1 :]))}).check()
 
 
+@pytest.mark.parametrize(
+    ("shape", "boxes"),
+    [
+        ((4,), [((0,), (2,)), ((1,), (2,))]),
+        ((4,), [((1,), (2,)), ((0,), (2,))]),
+        ((6,), [((0,), (4,)), ((1,), (1,)), ((3,), (1,))]),
+        ((4, 4), [((0, 0), (4, 2)), ((2, 1), (2, 2)), ((0, 3), (4, 1))]),
+    ],
+)
+def test_an_overlap_that_makes_up_for_a_gap_is_seen(shape, boxes):
+    parts = tuple(Part("f", "", offset, sizes) for offset, sizes in boxes)
+    assert sum(math.prod(part.sizes) for part in parts) == math.prod(shape)
+    with pytest.raises(ValueError, match="parts of w overlap: f at"):
+        Index({"w": Entry(torch.float32, shape, parts)}).check()
+
+
 @pytest.mark.parametrize("shape", [(2000, 1), (1, 2000), (4, 500), (128, 8)])
 def test_many_parts_are_checked_quickly(monkeypatch, shape):
     """As thousands of processes would have them, each looks at its neighbours alone."""
@@ -270,6 +286,16 @@ def test_an_index_with_a_gap_is_not_read_from(tmp_path):
     read_into(tmp_path, index, [cut("w", torch.ones(4, 2), ((1, 3), (0, 2)))])
     with pytest.raises(ValueError, match=r"w is not whole in .*: 6 of 8 elements are there"):
         read_into(tmp_path, index, {"w": torch.ones(4, 2)})
+
+
+def test_all_files_are_looked_at_before_anything_changes(tmp_path):
+    index = in_files(tmp_path, [*regions_of("a", filled((3,))), *regions_of("b", filled((3,)))], 2)
+    path = tmp_path / "1.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    targets = {"a": torch.full((3,), 0.5), "b": torch.full((3,), 0.5)}
+    with pytest.raises(ValueError, match=r"1.safetensors, which has b, cannot be read"):
+        read_into(tmp_path, index, targets)
+    assert same(targets["a"], torch.full((3,), 0.5))
 
 
 def test_only_what_is_needed_is_read(tmp_path, monkeypatch):
@@ -469,7 +495,8 @@ def test_a_save_that_is_killed_leaves_what_was_there(tmp_path, monkeypatch, ther
     with monkeypatch.context() as patch:
         log = calls(patch, None)
         write(folder, old)
-    assert log[-3:] == ["rename", "_sync", "rmtree"]
+    start, write_files = ["rmtree", "mkdir"], ["save_file", "_sync", "write_text", "_sync", "_sync"]
+    assert log == [*start, *write_files, "rmtree", "rename", "_sync", "rmtree"]
     steps = len(log) + there
     seen = set()
     for stop in range(steps):
@@ -518,6 +545,13 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path):
     with pytest.raises(ValueError, match="photos is there and is no checkpoint"):
         storage.save(tmp_path / "photos", {"n": 1})
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["one.jpg"]
+
+
+def test_what_a_killed_save_left_does_not_get_in(tmp_path):
+    (tmp_path / ".checkpoint.new").mkdir()
+    (tmp_path / ".checkpoint.new" / "part-00007.safetensors").touch()
+    storage.save(tmp_path / "checkpoint", {"w": filled((3,))})
+    assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == {"index.json", "part-00000.safetensors"}
 
 
 def test_a_failed_save_cleans_up(tmp_path, monkeypatch):
@@ -793,6 +827,7 @@ GRID = [
     "strided",
 ]
 SHAPES = [(8, 6), (5, 7), (3, 2), (1, 4), (0, 4), (4, 3, 2)]
+NAMES = {f"{shape}.{n}": (number, n) for number, shape in enumerate(SHAPES) for n in range(len(GRID))}
 
 
 def spread(mesh: DeviceMesh, *, turn: int = 0, blank: bool = False) -> dict[str, Any]:
@@ -805,10 +840,9 @@ def spread(mesh: DeviceMesh, *, turn: int = 0, blank: bool = False) -> dict[str,
 
     tensors: dict[str, Any] = {}
     ways = LINE if mesh.ndim == 1 else GRID
-    for number, shape in enumerate(SHAPES):
-        for n in range(len(GRID)):
-            whole = filled(shape, DTYPES[(number + n) % len(DTYPES)], number)
-            tensors[f"{shape}.{n}"] = placed(whole, ways[(n + turn) % len(ways)])
+    for name, (number, n) in NAMES.items():
+        whole = filled(SHAPES[number], DTYPES[(number + n) % len(DTYPES)], number)
+        tensors[name] = placed(whole, ways[(n + turn) % len(ways)])
     tensors["scalar"] = placed(torch.tensor(3.5), [Replicate()] * mesh.ndim)
     tensors["plain"] = filled((2, 3)) * (not blank)
     tensors["plain scalar"] = torch.tensor(7 * (not blank))
@@ -866,6 +900,7 @@ def files_from_to(folder: str, saver: str, loader: str) -> None:
         everyones: list[Any] = [None] * PROCESSES
         dist.all_gather_object(everyones, index)
         merged = Index.merged(everyones)
+        assert {*merged.tensors} == {"plain", "plain scalar", "scalar", *NAMES}
         parts, written = (sum(len(e.parts) for i in of for e in i.tensors.values()) for of in ([merged], everyones))
         assert parts == written  # each once
         if rank == 0:
@@ -1003,8 +1038,9 @@ def refusals(folder: str) -> dict[str, str]:
     answers["no index"] = refused(lambda: storage.load(path, target))
     pair = mesh_of((2,))
     if rank > 1:
-        outside = DTensor.from_local(torch.ones(2), pair, [Shard(0)], run_check=False)
-        assert regions_of("w", outside, replicas=True) == []
+        for shape in ((4, 2), (0, 2)):
+            outside = DTensor.from_local(torch.ones(shape), pair, [Shard(0)], shape=torch.Size(shape), stride=(2, 1))
+            assert regions_of("w", outside, replicas=True) == []
     return answers
 
 

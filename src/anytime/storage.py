@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import metadata as meta
-from torch.distributed.checkpoint import planner as plans
+from torch.distributed.checkpoint import planner as planning
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -175,7 +175,7 @@ class Index:
     def write(self, folder: Folder) -> None:
         """As index.json, onto the disk itself."""
         tensors = {
-            name: {"dtype": str(e.dtype)[6:], "shape": e.shape, "parts": [vars(part) for part in e.parts]}
+            name: {"dtype": str(e.dtype).removeprefix("torch."), "shape": e.shape, "parts": [vars(p) for p in e.parts]}
             for name, e in self.tensors.items()
         }
         values = {name: to_json(name, value) for name, value in self.values.items()}
@@ -205,12 +205,12 @@ class Index:
     @classmethod
     def _parsed(cls, saved: Any) -> Index:
         tensors = {}
+        dtypes = {name: getattr(torch, name) for name in _CODES}
         for name, entry in saved["tensors"].items():
             parts = [Part(p["file"], p["key"], _shape(p["offset"]), _shape(p["sizes"])) for p in entry["parts"]]
             for part in parts:
                 if not isinstance(part.key, str) or Path(part.file).name != part.file:
                     raise ValueError(f"{name} is said to be {part.key!r} in {part.file!r}")
-            dtypes = {str(dtype)[6:]: dtype for dtype in DTYPES}
             tensors[name] = Entry(dtypes[entry["dtype"]], _shape(entry["shape"]), tuple(parts))
         values = {name: from_json(value) for name, value in saved["values"].items()}
         return cls(tensors, values, {name: tuple(path) for name, path in saved["paths"].items()})
@@ -409,7 +409,7 @@ def _sync(path: Path) -> None:
 class JsonSavePlanner(DefaultSavePlanner):
     """torch's, with what is no tensor in JSON; what JSON cannot hold is refused before anything is written."""
 
-    def create_local_plan(self) -> plans.SavePlan:
+    def create_local_plan(self) -> planning.SavePlan:
         for name, value in self.state_dict.items():
             if isinstance(value, DTensor):
                 regions_of(name, value)  # refuses what torch would put in the wrong place
@@ -417,8 +417,8 @@ class JsonSavePlanner(DefaultSavePlanner):
                 to_json(name, value)
         return super().create_local_plan()
 
-    def transform_object(self, write_item: plans.WriteItem, object: Any) -> Any:
-        if write_item.type == plans.WriteItemType.BYTE_IO:
+    def transform_object(self, write_item: planning.WriteItem, object: Any) -> Any:
+        if write_item.type == planning.WriteItemType.BYTE_IO:
             return _packed(write_item.index.fqn, object)
         return super().transform_object(write_item, object)
 
@@ -426,7 +426,7 @@ class JsonSavePlanner(DefaultSavePlanner):
 class JsonLoadPlanner(DefaultLoadPlanner):
     """torch's, with what is no tensor from JSON; tensors have to have the dtype they were saved in."""
 
-    def create_local_plan(self) -> plans.LoadPlan:
+    def create_local_plan(self) -> planning.LoadPlan:
         saved = self.metadata.state_dict_metadata if self.metadata is not None else {}
         for name, value in self.state_dict.items():
             if isinstance(value, DTensor):
@@ -438,7 +438,7 @@ class JsonLoadPlanner(DefaultLoadPlanner):
                 raise ValueError(f"{name} was saved in {known.properties.dtype}, here it is {value.dtype}")
         return super().create_local_plan()
 
-    def load_bytes(self, read_item: plans.ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: planning.ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         holder: Any = self.original_state_dict
         *above, last = self.mappings.get(name, (name,))
@@ -481,13 +481,13 @@ class SafetensorsWriter(StorageWriter):
         if not kwargs.get("use_collectives", True):
             raise ValueError("the processes make one index together: use_collectives has to be True")
 
-    def prepare_local_plan(self, plan: plans.SavePlan) -> plans.SavePlan:
+    def prepare_local_plan(self, plan: planning.SavePlan) -> planning.SavePlan:
         for item in plan.items:
             if item.tensor_data is not None and item.tensor_data.properties.dtype not in DTYPES:
                 raise ValueError(f"{item.index.fqn} is {item.tensor_data.properties.dtype}, which cannot be stored")
         return plan
 
-    def prepare_global_plan(self, plans: list[plans.SavePlan]) -> list[plans.SavePlan]:
+    def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
         if self.aside.exists() and not self.folder.exists():
             os.rename(self.aside, self.folder)  # the last one was stopped between its two renames
         if self.folder.exists() and not (self.folder / INDEX).exists() and any(self.folder.iterdir()):
@@ -496,7 +496,7 @@ class SafetensorsWriter(StorageWriter):
         self.beside.mkdir(parents=True)
         return [replace(plan, storage_data=f"part-{n:05d}.safetensors") for n, plan in enumerate(plans)]
 
-    def write_data(self, plan: plans.SavePlan, planner: plans.SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> Future[list[WriteResult]]:
         regions, values = [], {}
         for item in plan.items:
             name, data = item.index.fqn, planner.resolve_data(item)
@@ -556,16 +556,16 @@ class SafetensorsReader(StorageReader):
     def set_up_storage_reader(self, metadata: meta.Metadata, is_coordinator: bool, *args: Any, **others: Any) -> None:
         self._parts = {(name, part.offset): part for name, e in self.index.tensors.items() for part in e.parts}
 
-    def prepare_local_plan(self, plan: plans.LoadPlan) -> plans.LoadPlan:
+    def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
         for _ in _opened(self.folder, self._reads(plan)):  # all processes check before one of them changes anything
             pass
         return plan
 
-    def prepare_global_plan(self, plans: list[plans.LoadPlan]) -> list[plans.LoadPlan]:
+    def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
         return plans
 
-    def read_data(self, plan: plans.LoadPlan, planner: plans.LoadPlanner) -> Future[None]:
-        values = [item for item in plan.items if item.type == plans.LoadItemType.BYTE_IO]
+    def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
+        values = [item for item in plan.items if item.type == planning.LoadItemType.BYTE_IO]
         if values and not isinstance(planner, JsonLoadPlanner):
             raise ValueError(f"{values[0].dest_index.fqn} is no tensor: give dcp.load planner=JsonLoadPlanner()")
         for read, file in _opened(self.folder, self._reads(plan)):
@@ -577,9 +577,9 @@ class SafetensorsReader(StorageReader):
             planner.load_bytes(item, _packed(name, self.index.values[name]))
         return _done(None)
 
-    def _reads(self, plan: plans.LoadPlan) -> Iterator[_Read[plans.ReadItem]]:
+    def _reads(self, plan: planning.LoadPlan) -> Iterator[_Read[planning.ReadItem]]:
         for item in plan.items:
-            if item.type == plans.LoadItemType.TENSOR:
+            if item.type == planning.LoadItemType.TENSOR:
                 name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
                 piece = tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
                 yield _Read(name, self.index.tensors[name].dtype, self._parts[name, offset], piece, item)
