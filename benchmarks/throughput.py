@@ -25,8 +25,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from anytime.train import Config, merged, preset
 from anytime.train.batches import Batches, Prefetcher
-from anytime.train.device import autocast
+from anytime.train.device import autocast, choose_device
 from anytime.train.loop import Loop
+from anytime.train.parallel import World
 from anytime.train.runs import Row, Run, origin
 from anytime.train.shards import write_shard
 
@@ -64,7 +65,7 @@ def measure(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str,
     config = merged(merged(Config(), values), json.loads(arguments.settings))
     rows: list[Row] = []
     with Run(config) as run:
-        loop = Counted(run, [rows.append], sys.stderr.write)
+        loop = Counted(run, [rows.append], sys.stderr.write, World(choose_device(config.device)))
         device, model = loop.device, config.model
         began = settled(device)
         loop.steps(2)
@@ -96,7 +97,7 @@ def measure(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str,
         def forward_backward() -> None:
             for _ in range(parts):
                 with autocast(device, config.precision):
-                    loss = loop.loss_of(inputs, targets)
+                    loss = loop.forward.loss(inputs, targets)
                 (loss / parts).backward()
 
         def step() -> None:

@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F64 = torch.float64
 KINDS = [torch.float32, torch.float16, torch.bfloat16]
 #: Triton's interpreter multiplies the bits of bfloat16 as integers.
-#: Float32 tells a mistake from rounding in the interpreter; on a GPU it is multiplied as TF32, and not by the optimizers.
+#: Float32 tells a mistake from rounding in the interpreter; on a GPU it is multiplied as TF32, and never asked for.
 MULTIPLIED = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
 NAN = float("nan")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflow in a branch not taken

@@ -41,6 +41,7 @@ FORKS = """
 import json, os, shutil, signal, sys, threading
 from pathlib import Path
 import anytime.cli, anytime.train.display, anytime.train.loop, anytime.train.sinks, tyro
+from anytime import storage
 from anytime.train import checkpoint
 
 def child(order):
@@ -69,7 +70,7 @@ def watch(thread, kill_at):
         setattr(place, name, call)
     for name in ("fsync", "rename", "replace", "truncate", "unlink", "mkdir", "rmdir"):
         wrap(os, name)
-    plain_text, plain_tensors = Path.write_text, checkpoint.save_file
+    plain_text, plain_tensors = Path.write_text, storage.save_file
     def write_text(path, text, **named):
         event("write_text")
         plain_text(path, text[: len(text) // 2], **named)
@@ -82,7 +83,7 @@ def watch(thread, kill_at):
         path.write_bytes(whole[: len(whole) // 2])
         event("half of save_file")
         plain_tensors(tensors, path)
-    Path.write_text, checkpoint.save_file = write_text, save_file
+    Path.write_text, checkpoint.save_file, storage.save_file = write_text, save_file, save_file
 
 for line in sys.stdin:
     pid = os.fork()
@@ -137,11 +138,8 @@ class Bench:
         found = self.at(name, step)
         assert checkpoint.damage(found) is None
         state = checkpoint.read_state(found)
-        tensors = {
-            f"{file}/{key}": tensor
-            for file in ("model.safetensors", "resume.safetensors")
-            for key, tensor in checkpoint.read_tensors(found / file).items()
-        }
+        tensors = {f"model/{key}": t for key, t in checkpoint.read_tensors(found / checkpoint.MODEL).items()}
+        tensors |= {f"resume/{key}": t for key, t in checkpoint.read_resume(found).items()}
         return {**{key: state[key] for key in ("step", "tokens", "position", "data", "groups")}, **tensors}
 
     def differences(self, name: str, other: str, step: int | None = None) -> list[str]:

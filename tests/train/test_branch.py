@@ -76,7 +76,8 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 def tensors(run: Path, step: int, name: str = "resume") -> dict[str, torch.Tensor]:
-    return load_file(step_folder(run, step) / f"{name}.safetensors")
+    folder = step_folder(run, step)
+    return checkpoint.read_resume(folder) if name == "resume" else load_file(folder / f"{name}.safetensors")
 
 
 def state(run: Path, step: int) -> dict:
@@ -393,9 +394,9 @@ def test_a_target_that_is_there(run, tmp_path):
 
 def test_a_damaged_step_is_not_branched_from(origin, tmp_path):
     copy = Path(shutil.copytree(origin / "run", tmp_path / "copy"))
-    path = step_folder(copy, 4) / "resume.safetensors"
+    path = step_folder(copy, 4) / "resume-00000-of-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(UserError, match=r"damaged: resume\.safetensors is not what was written"):
+    with pytest.raises(UserError, match=r"damaged: resume-00000-of-00001\.safetensors is not what was written"):
         branch(copy, tmp_path / "b", at=4)
 
 

@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from anytime import __version__
+from anytime import __version__, storage
+from anytime.storage import regions_of
 from anytime.train import checkpoint
 from anytime.train.checkpoint import Snapshot, Writer
 from anytime.train.config import Config, merged
@@ -31,15 +32,16 @@ FILES = (
     "anytime_tokenizer.json",
     "checksums.json",
     "config.json",
+    "index.json",
     "model.safetensors",
-    "resume.safetensors",
+    "resume-00000-of-00001.safetensors",
     "state.json",
 )
 
 
 def snapshot(step: int, value: float = 0.0) -> Snapshot:
-    tensors = {"model.safetensors": {"w": torch.full((3,), value)}, "resume.safetensors": {"d": torch.ones(2, 2)}}
-    return Snapshot(step, tensors, {"state.json": json.dumps({"format": 1, "step": step})}, BytesTokenizer())
+    texts = {"state.json": json.dumps({"format": 2, "step": step})}
+    return Snapshot(step, {"w": torch.full((3,), value)}, regions_of("d", torch.ones(2, 2)), texts, BytesTokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def test_the_files_of_a_run(bench):
 def test_nothing_in_a_run_is_a_pickle(bench):
     bench.train("run", until="4 steps", prompt="one", eval_every=2)
     files = bench.files("run")
-    assert len(files) == 10  # config, metrics, samples, latest and six of the checkpoint
+    assert len(files) == 11  # config, metrics, samples, latest and seven of the checkpoint
     for name, content in files.items():
         path = bench.folder / "run" / name
         assert not zipfile.is_zipfile(path), name
@@ -169,7 +171,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used(resumable, bench, name, how
 def test_damaged_ones_are_passed_over_to_the_newest_that_is_whole(bench):
     bench.train("run", until="8 steps", checkpoint_every=2, keep_last=4)
     (bench.at("run", 8) / "state.json").unlink()
-    damage_file(bench.at("run", 6) / "resume.safetensors", "flipped")
+    damage_file(bench.at("run", 6) / "resume-00000-of-00001.safetensors", "flipped")
     bench.at("run").with_name("step-00000099").mkdir()
     bench.at("run").with_name("step-notes").mkdir()
     bench.at("run").with_name("step-00000100").write_text("a file")
@@ -227,8 +229,8 @@ def test_only_an_empty_folder(bench):
 
 def test_a_format_of_later(whole, tmp_path):
     copy = shutil.copytree(whole, tmp_path / "copy")
-    (copy / "state.json").write_text('{"format": 2}')
-    with pytest.raises(UserError, match="has format 2, this version reads up to 1: upgrade anytime"):
+    (copy / "state.json").write_text('{"format": 3}')
+    with pytest.raises(UserError, match="has format 3, this version reads up to 2: upgrade anytime"):
         checkpoint.read_state(copy)
 
 
@@ -250,7 +252,7 @@ def test_names_of_tensors_come_back():
 
 def test_copies_are_copies():
     live = {"w": torch.ones(4, requires_grad=True), "t": torch.arange(6.0).reshape(2, 3).t()}
-    copies = checkpoint.copy_off(live)
+    copies = {name: checkpoint.copy_off(tensor) for name, tensor in live.items()}
     with torch.no_grad():
         live["w"].zero_()
         live["t"].zero_()
@@ -387,10 +389,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(bench, monkeypatch):
     plain, done = checkpoint.write_checkpoint, threading.Event()
     waited = []
 
-    def write(folder, made):
+    def write(folder, made, peers):
         if made.step == 4:
             waited.append(done.wait(60))
-        return plain(folder, made)
+        return plain(folder, made, peers)
 
     def listen(row):
         if row["kind"] == "step" and row["step"] == 7:
@@ -411,10 +413,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(bench, monkeypatch):
 def test_one_snapshot_is_written_at_a_time(tmp_path, monkeypatch):
     plain, order = checkpoint.write_checkpoint, []
 
-    def write(folder, made):
+    def write(folder, made, peers):
         order.append(f"begin {made.step}")
         threading.Event().wait(0.05)
-        found = plain(folder, made)
+        found = plain(folder, made, peers)
         order.append(f"end {made.step}")
         return found
 
@@ -429,7 +431,7 @@ def test_one_snapshot_is_written_at_a_time(tmp_path, monkeypatch):
 
 def test_a_failed_write_is_told_once(tmp_path, monkeypatch):
     writer = Writer(tmp_path / "c", 2, lambda step: False)
-    monkeypatch.setattr(checkpoint, "save_file", full_disk(OSError))
+    monkeypatch.setattr(storage, "save_file", full_disk(OSError))
     assert writer.save(snapshot(1)) is None
     writer._thread.join()
     monkeypatch.undo()
@@ -473,7 +475,7 @@ def no_room(where):
     """No room in the middle of a checkpoint, for the thread that writes it."""
     with pytest.MonkeyPatch.context() as patch:
         if where in (OSError, SafetensorError):
-            patch.setattr(checkpoint, "save_file", full_disk(where))
+            patch.setattr(checkpoint if where is OSError else storage, "save_file", full_disk(where))
         else:
             place, name = {
                 "write_text": (Path, "write_text"),
@@ -570,9 +572,9 @@ def files_no_larger_than(size):
 
 
 def test_a_write_that_the_system_cuts_short(bench, capsys):
-    """resume.safetensors does not fit, everything else does."""
+    """The file to resume from does not fit, everything else does."""
     bench.train("run", until="4 steps")
-    size = (bench.at("run") / "resume.safetensors").stat().st_size
+    size = (bench.at("run") / "resume-00000-of-00001.safetensors").stat().st_size
     with files_no_larger_than(size // 2):
         assert bench.command("run", "--until", "9 steps") == 1
     said = capsys.readouterr()

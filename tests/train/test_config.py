@@ -25,6 +25,7 @@ from anytime.train.config import (
     Cooldown,
     DataConfig,
     OptimizerConfig,
+    ParallelConfig,
     Until,
     changed,
     flat,
@@ -199,6 +200,7 @@ CONFIGS = st.builds(
         data=st.builds(DataConfig, **fields_of(DataConfig)),
         optimizer=st.builds(OptimizerConfig, **fields_of(OptimizerConfig)),
         cooldown=st.builds(Cooldown, **fields_of(Cooldown)),
+        parallel=st.builds(ParallelConfig, **fields_of(ParallelConfig, timeout=st.floats(1e-3, 1e9))),
         micro_batch=st.just(0),
         until=st.sampled_from(["", "600 steps", "1e9 tokens", "loss 3.2"]),
     ),
@@ -425,7 +427,8 @@ def options_of(kind: type) -> set[str]:
             found |= table.__optional_keys__
         else:
             found.add(name)
-    return found - {"self", "params", "rules", "unmatched", "on_nonfinite", "graph", "chunk_bytes"}
+    wholes = {"on_nonfinite", "graph", "chunk_bytes", "owners", "process_group"}
+    return found - {"self", "params", "rules", "unmatched", *wholes}
 
 
 SETTINGS = {f.name for f in dataclasses.fields(OptimizerConfig)} - set(OURS)

@@ -55,8 +55,8 @@ def test_the_checkpoint_is_of_its_step_though_training_goes_on(config):
     """Steps follow at once; what was copied without waiting is what stood there."""
     ended = run(config, 20, "ended", compile="no", precision="float32")
     going = run(config, 60, "going", compile="no", precision="float32")
-    for name in ("model.safetensors", "resume.safetensors"):
-        first, second = (files.read_tensors(Path(c.run) / "checkpoints/step-00000020" / name) for c in (ended, going))
+    for read in (lambda folder: files.read_tensors(folder / files.MODEL), files.read_resume):
+        first, second = (read(Path(c.run) / "checkpoints/step-00000020") for c in (ended, going))
         assert first.keys() == second.keys()
         for key, tensor in first.items():
             if tensor.is_floating_point():

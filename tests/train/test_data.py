@@ -186,6 +186,7 @@ def test_the_core_of_training_brings_torch_numpy_and_safetensors_alone():
     ours += ("batches", "shards", "data", "tokenizer")
     code = (
         "import sys, torch, numpy, safetensors.torch, typing_extensions, torch.nn.attention.flex_attention\n"
+        "import torch.distributed.checkpoint, torch.distributed.tensor.parallel, torch.distributed.fsdp\n"
         "old = {*sys.modules}\n"
         f"import {', '.join(f'anytime.train.{name}' for name in ours)}\n"
         "print(*({*sys.modules} - old))"

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from anytime.train import checkpoint, loop
 from anytime.train.batches import Batches
+from anytime.train.device import choose_device
 from anytime.train.errors import UserError
 from anytime.train.loop import Loop, log_spaced
 from anytime.train.model import GPT
@@ -128,13 +129,13 @@ def test_resume_reads_every_tensor_of_the_checkpoint(bench, monkeypatch):
     found = {}
 
     def look(self, number):
-        found.update(self._snapshot().tensors["resume.safetensors"])
+        found.update({region.name: region.tensor for region in self._snapshot().resume})
         raise RuntimeError("seen")
 
     before_step(monkeypatch, look)
     with pytest.raises(RuntimeError, match="seen"):
         bench.train("run", until="6 steps")
-    written = checkpoint.read_tensors(bench.at("run", 5) / "resume.safetensors")
+    written = checkpoint.read_resume(bench.at("run", 5))
     assert found.keys() == written.keys()
     for key, tensor in written.items():
         assert torch.equal(found[key], tensor), key
@@ -203,9 +204,9 @@ def test_a_second_interrupt_leaves_a_save_that_hangs(bench, monkeypatch, capsys)
     plain, hung = checkpoint.write_checkpoint, threading.Event()
     waiting = []
 
-    def write(folder, snapshot):
+    def write(folder, snapshot, peers):
         if snapshot.step != 6:
-            return plain(folder, snapshot)
+            return plain(folder, snapshot, peers)
         waiting.append(snapshot.step)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         assert hung.wait(60)
@@ -402,7 +403,7 @@ def test_another_seed_is_another_order_and_other_weights(bench, windows, tiny_da
         bench.train(f"seed-{seed}", until="3 steps", seed=seed)
     assert windows == in_order(tiny_data, 6) + in_order(tiny_data, 6, seed=7)
     assert windows[:6] != windows[6:]
-    name = "resume.safetensors/weights/embedding.weight"
+    name = "resume/weights/embedding.weight"
     assert not torch.equal(bench.content("seed-0")[name], bench.content("seed-7")[name])
 
 
@@ -519,7 +520,7 @@ def test_evaluations_are_of_the_average(bench):
     model = GPT(card)
     validation = Tokens.open(str(bench.data), "val")
     tensors = checkpoint.read_tensors(bench.at("run") / "model.safetensors")
-    resume = checkpoint.read_tensors(bench.at("run") / "resume.safetensors")
+    resume = checkpoint.read_resume(bench.at("run"))
     losses = []
     for weights in (tensors, checkpoint.weights(resume)):
         model.load_state_dict(weights)
@@ -539,7 +540,7 @@ def test_samples_are_of_the_average(bench):
     bench.train("run", until="25 steps", prompt="one ", seed=2, optimizer={"lr": 0.05}, checkpoint_every=0)
     (row,) = read_lines(bench.folder / "run/samples.jsonl")
     tokenizer, texts = BytesTokenizer(), []
-    resume = checkpoint.read_tensors(bench.at("run") / "resume.safetensors")
+    resume = checkpoint.read_resume(bench.at("run"))
     for weights in (checkpoint.read_tensors(bench.at("run") / "model.safetensors"), checkpoint.weights(resume)):
         model = GPT(bench.config("run").model)
         model.load_state_dict(weights)
@@ -757,5 +758,5 @@ def test_threads_are_those_asked_for(bench):
 
 def test_a_device_that_is_not_here():
     with pytest.raises(UserError, match=r"device is 'gpu', which is not here: "):
-        loop.choose_device("gpu")
-    assert loop.choose_device("cpu").type == "cpu"
+        choose_device("gpu")
+    assert choose_device("cpu").type == "cpu"

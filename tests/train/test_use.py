@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from anytime.train import use
+from anytime.train.checkpoint import read_resume
 from anytime.train.config import Config, DataConfig, OptimizerConfig
 from anytime.train.errors import UserError
 from anytime.train.loop import train
@@ -89,7 +90,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def average(folder: Path) -> dict[str, torch.Tensor]:
     """X from what a checkpoint keeps to go on: y − (1 − β) d."""
-    tensors = load_file(folder / "resume.safetensors")
+    tensors = read_resume(folder)
     groups = json.loads((folder / "state.json").read_text())["groups"]
     names = {i: n for g in groups for i, n in zip(g["params"], g["param_names"], strict=True)}
     found = {}
@@ -107,7 +108,7 @@ def test_a_run_gives_its_newest_average(run):
     assert wanted.keys() == weights(trained).keys()
     for name, x in wanted.items():
         torch.testing.assert_close(weights(trained)[name], x, rtol=1e-6, atol=1e-7)
-        assert not torch.equal(load_file(step_folder(run, 6) / "resume.safetensors")[f"weights/{name}"], x)
+        assert not torch.equal(read_resume(step_folder(run, 6))[f"weights/{name}"], x)
 
 
 def test_a_run_at_a_step_and_a_checkpoint_by_its_folder(run):
@@ -146,7 +147,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "resume.safetensors"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "resume-00000-of-00001.safetensors"])
 def test_a_damaged_checkpoint_is_not_used(copy, name):
     flip(step_folder(copy, 3) / name)
     with pytest.raises(UserError, match=f"damaged: {name} is not what was written"):

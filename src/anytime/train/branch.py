@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import torch
 
+from ..storage import regions_of
 from .build import build_optimizer, optimizer_class, with_horizon
-from .checkpoint import Snapshot, read_state, read_tensors, weights, write_checkpoint
+from .checkpoint import FORMAT, MODEL, Snapshot, read_resume, read_state, read_tensors, weights, write_checkpoint
 from .config import Config, Cooldown, flat, merged, plain, to_toml
 from .data import absolute, check_tokenizer, check_vocabulary, open_data, tokenizer_in
 from .errors import UserError
@@ -95,8 +96,8 @@ def branch(
 
 def _fill(to: Path, found: Path, state: dict[str, Any], config: Config, *, restart: bool) -> None:
     """Writes the checkpoint that the branch begins from."""
-    tensors = read_tensors(found / "resume.safetensors")
-    model = read_tensors(found / "model.safetensors")
+    tensors = read_resume(found)
+    model = read_tensors(found / MODEL)
     if restart:
         for name, tensor in tensors.items():
             if name.startswith("optimizer/") and name.endswith(("/d", "/weight_sum")):
@@ -104,11 +105,11 @@ def _fill(to: Path, found: Path, state: dict[str, Any], config: Config, *, resta
         model = {name: tensor.clone() for name, tensor in weights(tensors).items()}
     if config.data.path != state["config"]["data"]["path"]:
         state |= {"data": None, "position": 0}
-    state |= {"config": plain(config), "evaluation": None, "evaluated": -1}
+    state |= {"format": FORMAT, "config": plain(config), "evaluation": None, "evaluated": -1}
     texts = {
         "state.json": json.dumps(state, indent=1),
         "config.json": (found / "config.json").read_text(encoding="utf-8"),
     }
-    files = {"model.safetensors": model, "resume.safetensors": tensors}
-    made = Snapshot(state["step"], files, texts, tokenizer_in(found))
+    regions = [region for name, tensor in tensors.items() for region in regions_of(name, tensor)]
+    made = Snapshot(state["step"], model, regions, texts, tokenizer_in(found))
     write_checkpoint(to / "checkpoints", made)

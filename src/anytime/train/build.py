@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..optim import scheduled, sf_elementwise, sf_spectral
 from ..optim.base import AnytimeOptimizer
@@ -45,9 +46,10 @@ def optimizer_class(name: str) -> type[AnytimeOptimizer]:
     return OPTIMIZERS[known[said]]
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AnytimeOptimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, *, owners: str | None = None) -> AnytimeOptimizer:
     kind = optimizer_class(config.name)
-    options: dict[str, Any] = {"graph": True}
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    options: dict[str, Any] = {"graph": not sharded and owners is None, "owners": owners}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if f.name in OURS or value is None:

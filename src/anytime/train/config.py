@@ -91,6 +91,29 @@ class Cooldown:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How a model is spread over the processes that torchrun starts: replicas × shard × tensor of them."""
+
+    # Processes that share one copy of weights and state (FSDP2); 1: each has its own (DDP), 0: all processes.
+    shard: int = 1
+    # Processes that compute every layer together, each with a part of its heads and columns.
+    tensor: int = 1
+    # With a copy each, who works on a matrix: all, or one its polar factor ("factor") or all of its step ("state").
+    owners: Literal["all", "factor", "state"] = "all"
+    # Seconds without an answer after which a process is given up, and the run with it.
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.shard < 0 or self.tensor < 1:
+            raise UserError(
+                f"parallel.shard is {self.shard}, must be 0 (all processes) or more; parallel.tensor is {self.tensor}, "
+                "must be at least 1"
+            )
+        if not self.timeout > 0:
+            raise UserError(f"parallel.timeout is {self.timeout}, must be a number of seconds above 0")
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of a run."""
 
@@ -98,6 +121,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     cooldown: Cooldown = field(default_factory=Cooldown)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     seed: int = 0
     # The preset that the settings began from.
     preset: str = ""
@@ -108,7 +132,7 @@ class Config:
     until: str = ""
     # Sequences a step, in all.
     batch_size: int = 512
-    # Sequences at once on a device; 0: up to 32.
+    # Sequences at once on a device, fewer where its share is smaller; 0: up to 32.
     micro_batch: int = 0
     # Evaluations of X for each doubling of the steps; 0 leaves them out.
     eval_per_doubling: int = 4

@@ -36,6 +36,10 @@ def peak(device: torch.device) -> float | None:
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """bfloat16 for the products where asked for; "auto" is on CUDA."""
-    narrow = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
-    return torch.autocast(device.type, torch.bfloat16) if narrow else contextlib.nullcontext()
+    """bfloat16 for the products where asked for."""
+    return torch.autocast(device.type, torch.bfloat16) if narrow(device, precision) else contextlib.nullcontext()
+
+
+def narrow(device: torch.device, precision: str) -> bool:
+    """Whether products are in bfloat16; "auto" is on CUDA."""
+    return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")

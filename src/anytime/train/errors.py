@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class UserError(Exception):
     """Something a user can mend: the message is one line, says what is wrong, and what to do."""
+
+
+class Elsewhere(UserError):
+    """Why a run ended that another of its processes has said already."""

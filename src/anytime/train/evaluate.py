@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .batches import split, validation_windows, windows
 from .device import autocast
 from .errors import UserError
+from .parallel import World
 from .shards import Tokens
 from .tokenizer import Tokenizer
 
@@ -42,21 +43,31 @@ def evaluate(
     device: torch.device,
     precision: str = "auto",
     tokenizer: Tokenizer | None = None,
+    world: World | None = None,
 ) -> Evaluation:
-    """On the first `count` tokens, in windows of `context`, `at_once` of them at a time."""
+    """On the first `count` tokens, in windows of `context`, `at_once` of them at a time; the same on every process.
+
+    The processes of a world take turns. All call the model equally often, for it may be cut up among them: who has no
+    windows left reads the first again, and does not count it.
+    """
     if at_once < 1:
         raise UserError(f"at_once is {at_once}, must be at least 1")
     starts = validation_windows(tokens, context, max(1, count // context))
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    world = world or World(device)
     lengths = torch.from_numpy(tokenizer.byte_lengths()).to(device) if tokenizer is not None else None
-    seen = torch.zeros((), dtype=torch.int64, device=device)
-    for i in range(0, len(starts), at_once):
-        inputs, targets = split(windows(tokens, starts[i : i + at_once], context, vocabulary), device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses and of bytes
+    for first in range(0, len(starts), at_once * world.readers):
+        mine = first + at_once * world.reader
+        counts = mine < len(starts)
+        mine = mine if counts else 0
+        inputs, targets = split(windows(tokens, starts[mine : mine + at_once], context, vocabulary), device)
         with autocast(device, precision):
-            total += loss(inputs, targets).double() * len(inputs)
-        if lengths is not None:
-            seen += lengths[targets.clamp(max=len(lengths) - 1)].sum()
-    mean = float(total) / len(starts)
-    size, count_of_bytes = len(starts) * context, int(seen)
+            found = loss(inputs, targets).double() * len(inputs)
+        if counts:
+            sums[0] += found
+            if lengths is not None:
+                sums[1] += lengths[targets.clamp(max=len(lengths) - 1)].sum()
+    total, seen = world.total(sums).tolist()
+    mean, size, count_of_bytes = total / len(starts), len(starts) * context, round(seen)
     bits = mean * size / math.log(2) / count_of_bytes if count_of_bytes else None
     return Evaluation(mean, math.exp(min(mean, 700.0)), bits, size)

@@ -6,9 +6,11 @@ the run that never stopped.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,20 +29,21 @@ from .checkpoint import (
     as_weights,
     checkpoints_in,
     copy_off,
+    fill,
     flatten,
+    index_of,
     newest_whole,
+    parts_of,
     read_state,
-    read_tensors,
     step_of,
-    unflatten,
-    weights,
 )
 from .config import Config, Until, plain
 from .data import absolute, check_tokenizer, check_vocabulary, open_data, tokenizer_in
-from .device import autocast, choose_device, device_name, peak
+from .device import autocast, device_name, peak
 from .errors import UserError
 from .evaluate import Evaluation, evaluate
-from .model import GPT
+from .model import GPT, whole
+from .parallel import World, clip_, joined
 from .runs import Row, Run, origin
 from .signals import Stop
 from .texts import write_texts
@@ -63,38 +66,54 @@ class Result:
 def train(config: Config, *, listeners: Sequence[Listener] = (), warn: Warn | None = None) -> Result:
     """Trains the run in config.run, from where it stands, until config.until; see Config for all settings.
 
-    `listeners` get every row of metrics as it is written, `warn` what a person should know.
+    `listeners` get every row of metrics as it is written, `warn` what a person should know; where torchrun started
+    several processes, those of the first do.
     """
-    config = with_horizon(dataclasses.replace(config, data=absolute(config.data)))
-    with Run(config) as run:
-        loop = Loop(run, listeners, warn or (lambda text: None))
-        run.begin()
-        try:
-            return loop.go()
-        except Exception as wrong:  # a second Ctrl-C is none: it does not wait
+    with joined(config) as world:
+        config = with_horizon(dataclasses.replace(config, data=absolute(config.data)))
+        if warn is None or not world.leads:
+            warn = _hush
+        with Run(config, world.talk) as run:
+            return _train(run, world, listeners, warn)
+
+
+def _hush(text: str) -> None:
+    pass
+
+
+def _train(run: Run, world: World, listeners: Sequence[Listener], warn: Warn) -> Result:
+    config = run.config
+    loop = Loop(run, listeners, warn, world)
+    run.begin()
+    try:
+        return loop.go()
+    except Exception as wrong:  # a second Ctrl-C is none: it does not wait
+        with contextlib.suppress(Exception):  # this one came first
             loop.writer.wait()
-            if not isinstance(wrong, torch.OutOfMemoryError) and "can't allocate memory" not in str(wrong):
-                raise
-            now = config.sequences_at_once
-            smaller = max((n for n in range(1, now // 2 + 1) if config.batch_size % n == 0), default=None)
-            hint = "try --recompute, or a smaller model" if smaller is None else f"try --micro-batch {smaller}"
-            raise UserError(
-                f"there is too little memory for {now} sequences of {config.model.context} at once: {hint}; "
-                f"{loop.last_saved()}"
-            ) from wrong
+        if not isinstance(wrong, torch.OutOfMemoryError) and "can't allocate memory" not in str(wrong):
+            raise
+        now, share = loop.at_once, config.batch_size // world.readers
+        smaller = max((n for n in range(1, now // 2 + 1) if share % n == 0), default=None)
+        hint = "try --recompute, or a smaller model" if smaller is None else f"try --micro-batch {smaller}"
+        raise UserError(
+            f"there is too little memory for {now} sequences of {config.model.context} at once: {hint}; "
+            f"{loop.last_saved()}"
+        ) from wrong
 
 
 class Loop:
     """One process's part of a run, set up and restored when it is made."""
 
-    def __init__(self, run: Run, listeners: Sequence[Listener], warn: Warn) -> None:
-        self.run, self.listeners, self.warn = run, listeners, warn
+    def __init__(self, run: Run, listeners: Sequence[Listener], warn: Warn, world: World) -> None:
+        self.run, self.listeners, self.warn, self.world = run, listeners, warn, world
         self.config = config = run.config
         self.until = Until.parse(config.until)
         if config.threads:
             torch.set_num_threads(config.threads)
-        self.device = choose_device(config.device)
-        self.data = open_data(config.data, run.data)
+        self.device = world.device
+        self.at_once = world.at_once(config)
+        with world.talk.leader_first():  # it may have to make them
+            self.data = open_data(config.data, run.data)
         self.fingerprint = self.data.train.fingerprint()
         check_vocabulary(self.data.tokenizer, config.model.vocabulary)
         if self.data.validation is None and (config.eval_per_doubling or config.eval_every or config.eval_at):
@@ -111,16 +130,14 @@ class Loop:
             separator = self.data.tokenizer.end if self.data.tokenizer is not None else None
             if separator is None:
                 raise UserError("data.documents needs a tokenizer with an end-of-text id: give it by --data.tokenizer")
-        self.model = GPT(config.model, separator=separator, recompute=config.recompute).to(self.device)
+        self.model = GPT(config.model, separator=separator, recompute=config.recompute)
         self.model.initialize(config.seed)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        compiled = config.compile == "yes" or (config.compile == "auto" and self.device.type == "cuda")
+        self.forward = world.spread(self.model, config, compiled)
+        self.optimizer = build_optimizer(self.model, config.optimizer, owners=world.owners(config))
         self.options = Options(self.optimizer)
         self.rates = Rates(config)
-        compiled = config.compile == "yes" or (config.compile == "auto" and self.device.type == "cuda")
-        self.loss_of: Callable[[Tensor, Tensor], Tensor] = (
-            torch.compile(self.model, dynamic=False) if compiled else self.model
-        )
-        self.writer = Writer(run.checkpoints, config.keep_last, run.milestone)
+        self.writer = Writer(run.checkpoints, config.keep_last, run.milestone, world.files)
 
         self.step = self.tokens = self.position = 0
         self.seconds = 0.0
@@ -143,10 +160,9 @@ class Loop:
     # ------------------------------------------------------------ save, restore
 
     def _restore(self) -> None:
-        found = newest_whole(self.run.checkpoints, self.warn)
-        there = checkpoints_in(self.run.checkpoints)
+        found = newest_whole(self.run.checkpoints, self.warn, peers=self.world.talk)
         if found is None:
-            if there:
+            if checkpoints_in(self.run.checkpoints):
                 raise UserError(
                     f"no checkpoint in {self.run.checkpoints} is whole: restore one from a backup, or remove the "
                     "folder to start over"
@@ -154,9 +170,11 @@ class Loop:
             self.run.go_back_to(None)
             return
         state = read_state(found)
-        tensors = read_tensors(found / "resume.safetensors")
-        self.model.load_state_dict(weights(tensors))
-        self.optimizer.load_state_dict({"state": unflatten(tensors), "param_groups": state["groups"]})
+        index = index_of(found)
+        fill(found, index, as_weights(self.model.state_dict().items()))
+        packed = self.optimizer.state_dict()["state"]
+        fill(found, index, flatten(packed))
+        self.optimizer.load_state_dict({"state": packed, "param_groups": state["groups"]})
         if state["data"] not in (None, self.fingerprint):
             raise UserError(
                 f"the tokens in {self.config.data.path} are not those that the run {self.run.folder} began with: give "
@@ -187,8 +205,12 @@ class Loop:
             **origin(),
             "config": plain(self.config),
         }
-        model = copy_off(self.optimizer.averaged_state_dict(self.model))
-        tensors = {"model.safetensors": model, "resume.safetensors": copy_off(resume)}
+        parts = parts_of(resume, self.world.talk)
+        model = {}
+        for name, x in self.optimizer.averaged_state_dict(self.model).items():
+            x = whole(x)  # one at a time
+            if self.world.leads:
+                model[name] = copy_off(x)
         copied = None
         if self.device.type == "cuda":
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -197,7 +219,7 @@ class Loop:
             "state.json": json.dumps(state, indent=1),
             "config.json": model_card(self.model, self.step, self.tokens),
         }
-        return Snapshot(self.step, tensors, texts, self.data.tokenizer, copied)
+        return Snapshot(self.step, model, parts, texts, self.data.tokenizer, copied)
 
     def _save(self) -> None:
         """Hands a checkpoint of this step to the writer, with all that the metrics say up to it on disk before."""
@@ -206,18 +228,21 @@ class Loop:
         self._flush()
         began = time.perf_counter()
         if self.config.prompt:
-            self.run.samples.add({"step": self.step, "prompt": self.config.prompt, "text": self._sample()})
-            self._disk(self.run.samples.flush(sync=True))
-        self._disk(self.run.metrics.flush(sync=True))
+            text = self._sample()
+            if self.world.leads:
+                self.run.samples.add({"step": self.step, "prompt": self.config.prompt, "text": text})
+                self._disk(self.run.samples.flush(sync=True))
+        self._flush_rows(sync=True)
         self._disk(self.writer.save(self._snapshot()))
         self.saved = self.step
         waited = time.perf_counter() - began
         self._emit({"kind": "checkpoint", **self._now(), "save_seconds": round(waited, 4)})
 
     def _sample(self) -> str:
+        """By all processes alike, for each may hold a part of the model; the first one's is kept."""
         c, tokenizer = self.config, self.data.tokenizer
         assert tokenizer is not None
-        with self.optimizer.averaged():
+        with self.optimizer.averaged(), torch.compiler.set_stance("force_eager"):
             return write_texts(self.model, tokenizer, c.prompt, seed=c.seed + self.step, precision=c.precision)[0]
 
     def _disk(self, wrong: Exception | None) -> None:
@@ -244,16 +269,21 @@ class Loop:
         return self.seconds
 
     def _emit(self, row: Row) -> None:
-        self.run.metrics.add(row)
-        for listener in self.listeners:
-            listener(row)
+        if self.world.leads:
+            self.run.metrics.add(row)
+            for listener in self.listeners:
+                listener(row)
+
+    def _flush_rows(self, *, sync: bool = False) -> None:
+        if self.world.leads:
+            self._disk(self.run.metrics.flush(sync=sync))
 
     def _flush(self) -> None:
-        """Reads the losses of the last steps from the device, in one go, and writes them."""
+        """Reads the losses of the last steps from the device, in one go, and writes them: means over all processes."""
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        columns = [torch.stack([p[3] for p in pending])]
+        columns = [self.world.total(torch.stack([p[3] for p in pending])) / self.world.readers]
         if pending[0][4] is not None:
             columns.append(torch.stack([p[4] for p in pending if p[4] is not None]))
         read = torch.stack([c.float() for c in columns]).tolist()
@@ -262,7 +292,7 @@ class Loop:
             if norm is not None:
                 row["grad_norm"] = read[1][i]
             if not math.isfinite(read[0][i]) and self.config.on_nan == "stop":
-                self._disk(self.run.metrics.flush())
+                self._flush_rows()
                 failed = self.writer.wait()
                 note = "" if failed is None else f"; {failed}"
                 raise UserError(
@@ -281,10 +311,11 @@ class Loop:
         row["data_wait"] = round(self._waited / elapsed, 5)
         if self.device.type == "cuda":
             if (most := peak(self.device)) is not None:
-                row["mfu"] = round(row["tokens_per_second"] * self.config.model.flops_per_token / most, 4)
+                per_second = row["tokens_per_second"] * self.config.model.flops_per_token
+                row["mfu"] = round(per_second / most / self.world.size, 4)
             row["memory"] = torch.cuda.max_memory_allocated(self.device)
         self._emit(row)
-        self._disk(self.run.metrics.flush())
+        self._flush_rows()
         self._mark, self._waited = (self.tokens, seconds), 0.0
 
     # ---------------------------------------------------------------- training
@@ -298,14 +329,25 @@ class Loop:
             "parameters": model.parameters,
             "flops_per_token": model.flops_per_token,
         }
+        if self.world.size > 1:
+            about |= {"processes": self.world.size, "shard": self.world.shard, "tensor": self.world.tensor}
         self._clock = time.perf_counter()
         self._emit({"kind": "start", **self._now(), "time": started, **origin(), **about})
         batches = Batches(self.data.train, model.context, self.config.seed, model.vocabulary)
-        size, at_once = self.config.batch_size, self.config.sequences_at_once
-        with Stop().listening() as stop, Prefetcher(batches, self.position, size, at_once, self.device) as source:
+        ahead = Prefetcher(
+            batches,
+            self.position,
+            self.config.batch_size,
+            self.at_once,
+            self.device,
+            rank=self.world.reader,
+            world=self.world.readers,
+        )
+        with Stop().listening() as stop, ahead as source:
             if self.step == 0 and self._evaluates_at_all():
                 self._evaluate()
-            reason = self._reached()
+            asked, seconds = self.world.agree(0, self._total_seconds())
+            reason = self._reached(seconds)
             while reason is None:
                 self._train_step(source)
                 if self.step % self.config.log_every == 0:
@@ -313,16 +355,17 @@ class Loop:
                     self._speed()
                 if self._evaluation_due():
                     self._evaluate()
-                reason = stop.asked or self._reached()
+                asked, seconds = self.world.agree(stop.asked, self._total_seconds())
+                reason = signal.Signals(asked).name if asked else self._reached(seconds)
                 if reason is None and self._checkpoint_due():
                     self._save()
-            if stop.asked is None and self._evaluates_at_all() and self.evaluated != self.step:
+            if not asked and self._evaluates_at_all() and self.evaluated != self.step:
                 self._evaluate()
             self._flush()
             self._save()
             failed = self.writer.wait()
         self._emit({"kind": "stop", **self._now(), "reason": reason})
-        lines = self.run.metrics.flush(sync=True)
+        lines = self.world.talk.leaders(self.run.metrics.flush(sync=True) if self.world.leads else None)
         if failed is not None or lines is not None:
             raise UserError(f"{failed or lines}; {self.last_saved()}: make room and run the same command again")
         return Result(self.step, self.tokens, self.seconds, reason, self.evaluation)
@@ -330,19 +373,20 @@ class Loop:
     def _train_step(self, source: Iterator[tuple[Tensor, Tensor]]) -> None:
         config, optimizer = self.config, self.optimizer
         rate = self.options.apply(self.rates.factor(self.step)) * self.rates.warmed(self.step)
-        parts = config.batch_size // config.sequences_at_once
+        parts = config.batch_size // self.world.readers // self.at_once
         loss = torch.zeros((), device=self.device)
-        for _ in range(parts):
+        for number in range(parts):
             began = time.perf_counter()
             inputs, targets = next(source)
             self._waited += time.perf_counter() - began
-            with autocast(self.device, config.precision):
-                part = self.loss_of(inputs, targets)
-            (part / parts).backward()  # type: ignore[no-untyped-call]
+            with self.forward.accumulating(last=number == parts - 1):
+                with autocast(self.device, config.precision):
+                    part = self.forward.loss(inputs, targets)
+                (part / parts).backward()  # type: ignore[no-untyped-call]
             loss += part.detach() / parts
         norm = None
         if config.optimizer.clip is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optimizer.clip)
+            norm = clip_(list(self.model.parameters()), config.optimizer.clip, self.world)
         every = config.diagnose_every
         probe = Probe(optimizer) if every and (self.step + 1) % every == 0 else None
         optimizer.step()
@@ -355,12 +399,12 @@ class Loop:
             self._flush()
             self._emit({"kind": "average", "step": self.step, "tokens": self.tokens, **probe.read()})
 
-    def _reached(self) -> str | None:
+    def _reached(self, seconds: float) -> str | None:
         until = self.until
         if until.kind == "loss":
             there = self.evaluation is not None and self.evaluation.loss <= until.value
         else:
-            there = until.fraction(self.step, self.tokens, self._total_seconds()) == 1.0
+            there = until.fraction(self.step, self.tokens, seconds) == 1.0
         if not there and self.rates.last_step is not None and self.step >= self.rates.last_step:
             return "the rate is zero"
         return f"until {self.config.until}" if there else None
@@ -382,20 +426,21 @@ class Loop:
         model = self.config.model
         with self.optimizer.averaged():
             self.evaluation = evaluate(
-                self.loss_of,
+                self.forward.loss,
                 self.data.validation,
                 context=model.context,
                 vocabulary=model.vocabulary,
                 count=self.config.eval_tokens,
-                at_once=self.config.sequences_at_once,
+                at_once=self.at_once,
                 device=self.device,
                 precision=self.config.precision,
                 tokenizer=self.data.tokenizer,
+                world=self.world,
             )
         self.evaluated = self.step
         self._flush()
         self._emit({"kind": "eval", **self._now(), **self.evaluation.row(), "sequence": "x"})
-        self._disk(self.run.metrics.flush())
+        self._flush_rows()
 
     def _checkpoint_due(self) -> bool:
         every = self.config.checkpoint_every

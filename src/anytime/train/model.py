@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -71,16 +72,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
+def whole(x: Tensor) -> Tensor:
+    """All of what tensor-parallel processes hold in parts."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 class Cache:
-    """What was read so far: tokens [batch, time], keys and values [layers, 2, batch, heads, context, head]."""
+    """What was read so far: tokens [batch, time], of each layer keys and values [2, batch, heads, context, head]."""
 
     def __init__(self, model: GPT, batch: int) -> None:
-        c, weight = model.config, model.embedding.weight
-        device = weight.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        self.tokens = torch.empty((batch, 0), dtype=torch.int64, device=weight.device)
-        shape = (c.layers, 2, batch, c.width // c.head, c.context, c.head)
-        self.store = torch.empty(shape, dtype=dtype, device=weight.device)
+        self.context = model.config.context
+        self.tokens = torch.empty((batch, 0), dtype=torch.int64, device=model.embedding.weight.device)
+        self.store: dict[int, Tensor] = {}
 
     @property
     def length(self) -> int:
@@ -88,7 +91,10 @@ class Cache:
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all `length` tokens; those given are of the last."""
-        store, fresh = self.store[layer], slice(self.length - k.shape[-2], self.length)
+        batch, heads, time, head = k.shape
+        store, fresh = self.store.get(layer), slice(self.length - time, self.length)
+        if store is None:
+            store = self.store[layer] = k.new_empty((2, batch, heads, self.context, head))
         store[0, :, :, fresh] = k.detach()
         store[1, :, :, fresh] = v.detach()
         return store[0, :, :, : self.length], store[1, :, :, : self.length]
@@ -101,6 +107,7 @@ class Block(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(config.width, config.width, bias=False) for _ in range(4))
         self.up = nn.Linear(config.width, config.hidden, bias=False)
         self.down = nn.Linear(config.hidden, config.width, bias=False)
+        self.shared = nn.Identity()  # what every tensor-parallel process needs whole; see parallel.py
 
     def forward(
         self,
@@ -110,7 +117,7 @@ class Block(nn.Module):
         mask: BlockMask | Tensor | None = None,
         cache: tuple[Cache, int] | None = None,
     ) -> Tensor:
-        h = rms_norm(x)
+        h = self.shared(rms_norm(x))
         q, k, v = (f(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for f in (self.q, self.k, self.v))
         q, k = rotate(rms_norm(q), cos, sin).to(v.dtype), rotate(rms_norm(k), cos, sin).to(v.dtype)
         if cache is not None:
@@ -120,7 +127,7 @@ class Block(nn.Module):
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         x = x + self.o(mixed.transpose(1, 2).flatten(-2))
-        out: Tensor = x + self.down(F.relu(self.up(rms_norm(x))).square())
+        out: Tensor = x + self.down(F.relu(self.up(self.shared(rms_norm(x)))).square())
         return out
 
 
@@ -139,6 +146,7 @@ class GPT(nn.Module):
         self.config, self.separator, self.recompute = config, separator, recompute
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.shared = nn.Identity()
         half = config.head // 2
         angles = torch.outer(torch.arange(config.context), config.rope_base ** -(torch.arange(half) / half))
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -177,10 +185,15 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, cos, sin, mask, use_reentrant=False)
             else:
                 x = block(x, cos, sin, mask, None if cache is None else (cache, i))
-        logits = F.linear(rms_norm(x), self.embedding.weight)
+        return self.score(x, targets)
+
+    def score(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """From the last block's output to the logits, or to the loss where there are targets."""
+        logits = F.linear(self.shared(rms_norm(x)), self.embedding.weight)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            return whole(logits)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return whole(F.cross_entropy(logits.to(wide).flatten(0, 1), targets.flatten())).clone()  # FSDP wants no view
 
     def mask(self, tokens: Tensor, cache: Cache | None) -> BlockMask | Tensor | None:
         """Who sees whom, [batch, 1, time, all time]; None is plain causal. A document ends with its separator."""

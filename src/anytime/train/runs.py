@@ -9,16 +9,18 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from ..version import __version__
-from .checkpoint import SUMS, checkpoints_in, damage, drop_after, newest_whole, step_of, sweep
+from .checkpoint import MODEL, SUMS, checkpoints_in, damage, drop_after, newest_whole, step_of, sweep
 from .config import Config, changed, merged, read_toml, to_toml
 from .errors import UserError
 from .files import write_atomically
+from .parallel import Peers
 
 Row = dict[str, Any]
 CONFIG = "config.toml"
@@ -120,11 +122,25 @@ def read_lines(path: Path) -> list[Row]:
 
 
 class Run:
-    """A folder opened for training: created, or checked to be of the same run, and locked against a second process."""
+    """A folder opened for training: created, or checked to be of the same run, and locked against a second run.
 
-    def __init__(self, config: Config) -> None:
+    Of several processes the first alone changes anything there, checkpoints aside.
+    """
+
+    def __init__(self, config: Config, peers: Peers | None = None) -> None:
         self.config = config
         self.folder = Path(config.run)
+        self.leads = peers is None or peers.leads
+        self.metrics = Lines(self.folder / "metrics.jsonl")
+        self.samples = Lines(self.folder / "samples.jsonl")
+        self._lock: TextIO | None = None
+        with (peers or Peers()).leader_first():
+            if self.leads:
+                self._open()
+            elif not (self.folder / LOCK).exists():
+                raise UserError(f"another process made {self.folder}, here it is not to be seen: use a shared disk")
+
+    def _open(self) -> None:
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             ours = (self.folder / LOCK).exists() or checkpoints_in(self.checkpoints)
@@ -136,19 +152,25 @@ class Run:
         except BaseException:
             self._lock.close()
             raise
-        self.metrics = Lines(self.folder / "metrics.jsonl")
-        self.samples = Lines(self.folder / "samples.jsonl")
 
     def _take(self) -> TextIO:
         lock = open(self.folder / LOCK, "a", encoding="utf-8")  # noqa: SIM115, held as long as the run
         if sys.platform != "win32":
             import fcntl
 
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-                raise UserError(f"another process trains in {self.folder}: stop it, or choose another --run") from None
+            # Those whom torchrun starts again may meet one of the time before that has not noticed its end yet.
+            tries = 60 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else 1
+            for left in reversed(range(tries)):
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if left:
+                        time.sleep(0.5)
+                        continue
+                    lock.close()
+                    wrong = f"another process trains in {self.folder}: stop it, or choose another --run"
+                    raise UserError(wrong) from None
         return lock
 
     def _settle(self) -> None:
@@ -168,7 +190,7 @@ class Run:
     def begin(self) -> None:
         """Takes the settings for the run's own, once they have shown to work."""
         with self._writing():
-            if stored_config(self.folder) != self.config:
+            if self.leads and stored_config(self.folder) != self.config:
                 write_atomically(self.folder / CONFIG, to_toml(self.config).encode())
 
     @contextlib.contextmanager
@@ -180,6 +202,8 @@ class Run:
 
     def go_back_to(self, found: Path | None) -> None:
         """Removes what is past a checkpoint: damaged ones, rows of metrics and samples; all of them if None."""
+        if not self.leads:
+            return
         with self._writing():
             if found is not None:
                 drop_after(self.checkpoints, found)
@@ -207,12 +231,13 @@ class Run:
     ) -> None:
         self.metrics.close()
         self.samples.close()
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
 
 def find_checkpoint(path: Path, at: int | None = None, warn: Callable[[str], None] | None = None) -> Path:
     """A checkpoint by its own folder, or a run's newest whole one, or that of a step."""
-    if (path / "model.safetensors").exists():
+    if (path / MODEL).exists():
         if at is not None:
             raise UserError(f"{path} is one model, it has no step to choose: leave out --at, or name the run's folder")
         if (path / SUMS).exists() and (wrong := damage(path)) is not None:

@@ -13,12 +13,12 @@ class Stop:
     """Ctrl-C and SIGTERM ask for a stop after the step at hand; a second Ctrl-C is not waited for."""
 
     def __init__(self) -> None:
-        self.asked: str | None = None
+        self.asked = 0  # the signal's number
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked is not None and number == signal.SIGINT:
+        if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = signal.Signals(number).name
+        self.asked = number
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from .checkpoint import read_tensors
+from .checkpoint import MODEL, read_tensors
 from .config import merged
 from .data import check_tokenizer, check_vocabulary, open_data, tokenizer_in
 from .device import choose_device
@@ -26,7 +26,6 @@ from .shards import Tokens
 from .texts import write_texts
 from .tokenizer import Tokenizer
 
-_MODEL = "model.safetensors"
 _CARD = "config.json"
 
 
@@ -63,11 +62,11 @@ def load(
     except (OSError, ValueError, KeyError, TypeError) as wrong:
         raise UserError(f"{folder / _CARD} does not describe a model of this library: {wrong}") from None
     model = GPT(config, separator=card.get("separator"))
-    tensors = read_tensors(folder / _MODEL)
+    tensors = read_tensors(folder / MODEL)
     try:
         model.load_state_dict(tensors)
     except RuntimeError as wrong:
-        raise UserError(f"{folder / _MODEL} is not the model that {_CARD} describes: {_second_line(wrong)}") from None
+        raise UserError(f"{folder / MODEL} is not the model that {_CARD} describes: {_second_line(wrong)}") from None
     model.to(choose_device(device)).eval().requires_grad_(False)
     return Trained(model, tokenizer_in(folder), card, folder)
 
@@ -141,8 +140,8 @@ def export(trained: Trained, to: Path, *, dtype: str = "float32") -> Path:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         tensors = {n: t.to("cpu", getattr(torch, dtype)).contiguous() for n, t in trained.model.state_dict().items()}
-        save_file(tensors, beside / _MODEL, metadata={"format": "pt"})
-        by_umask(beside / _MODEL)
+        save_file(tensors, beside / MODEL, metadata={"format": "pt"})
+        by_umask(beside / MODEL)
         write_atomically(beside / _CARD, json.dumps({**trained.card, "dtype": dtype}, indent=1).encode())
         if trained.tokenizer is not None:
             trained.tokenizer.save(beside)
