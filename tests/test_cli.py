@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
 
 import anytime
 from anytime import SFAdamW, bench, cli
 from anytime.cli import main
+from anytime.train.checkpoint import read_resume
 from anytime.train.config import PRESETS, Config, merged, preset, read_toml, to_toml
 from anytime.train.errors import UserError
 from anytime.train.loop import Result
@@ -440,7 +440,7 @@ def test_branch(here, capsys):
     assert json.loads((made / "branch.json").read_text()) == {
         "from": str((here / "run").resolve()), "step": 2, "average": "restart", "cooldown": 3,
     }  # fmt: skip
-    found = load_file(made / "checkpoints" / "step-00000005" / "resume.safetensors")
+    found = read_resume(made / "checkpoints" / "step-00000005")
     assert all(not t.any() for name, t in found.items() if name.endswith("/d"))
 
 

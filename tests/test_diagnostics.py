@@ -10,7 +10,7 @@ from torch import nn
 
 import anytime
 from anytime.core import averaging
-from anytime.diagnostics import Probe
+from anytime.diagnostics import Probe, detailed
 from anytime.optim.rules import RULES
 from anytime.train.model import GPT, ModelConfig
 
@@ -255,3 +255,111 @@ def test_parameters_that_are_not_trained_are_not_watched():
     probe = Probe(optimizer)
     optimizer.step()
     assert probe.read() == {}
+
+
+# ------------------------------------------------------------------ in detail
+
+
+def details(optimizer, model, step):
+    set_gradients(model, step)
+    probe = Probe(optimizer)
+    optimizer.step()
+    with detailed():
+        return probe.read()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SFNorMuon", {"weight_decay": 0.3}),
+        ("SFNorMuon", {"weight_decay": 0.3, "beta_growth": 0.5, "beta_growth_start": 2}),
+        ("SFMuon", {"weight_decay": 0.1}),
+        ("SFSpectralSGD", {"weight_decay": 0.2}),
+        ("NorMuon", {"weight_decay": 0.2}),
+        ("SFAdamW", {"weight_decay": 0.3, "decay_at": "z"}),
+    ],
+)
+def test_the_recursion_of_rho_holds_to_rounding(name, options):
+    """ρ_{t+1}² = (1 − ηλ)² ρ_t² − 2 u η (1 − ηλ) α_t ρ_t + u² η², by layer."""
+    model, optimizer = make(name, **options)
+    for step in range(1, 6):
+        found = details(optimizer, model, step)
+        eta = LR * min(1.0, step / WARMUP) * (math.sqrt(1 - 0.99**step) if name == "SFAdamW" else 1)
+        kept = 1 - eta * options["weight_decay"]
+        for row in found["layers"].values():
+            rho, alpha, u = row["rho_before"], row["alpha"], row["update_rms"]
+            wanted = (kept * rho) ** 2 - 2 * u * eta * kept * alpha * rho + (u * eta) ** 2
+            assert row["rho"] ** 2 == pytest.approx(wanted, rel=1e-12)
+            assert row["change"] == pytest.approx(abs(row["rho"] - rho) / rho, rel=1e-9)
+            root = math.sqrt(alpha**2 + 2 * eta * options["weight_decay"])
+            assert row["predicted"] == pytest.approx(u / 2 * (root - alpha) / options["weight_decay"], rel=1e-12)
+
+
+def test_details_are_by_layer_and_their_means():
+    model, optimizer = make("SFNorMuon", weight_decay=0.3)
+    for step in range(4):
+        old = iterates(model, optimizer)
+        found = details(optimizer, model, step)
+    layers = found.pop("layers")
+    names = [n for n, _ in model.named_parameters() if n != "embedding.weight"]
+    assert list(layers) == names
+    total = found.pop("distance")
+    for key, value in found.items():
+        assert value == pytest.approx(mean(row[key] for row in layers.values()), rel=1e-12)
+    new = iterates(model, optimizer)
+    for n in names:
+        assert layers[n]["rho"] == pytest.approx(rms(new[n].z), rel=1e-12)
+        assert layers[n]["rho_before"] == pytest.approx(rms(old[n].z), rel=1e-12)
+        assert layers[n]["distance"] == pytest.approx(float((new[n].x - new[n].z).norm()), rel=1e-12)
+    assert total == pytest.approx(math.sqrt(sum(float((i.x - i.z).norm()) ** 2 for i in new.values())), rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("SFSpectralSGD", False), ("SFNorMuon", True), ("SFMuon", False)])
+def test_the_polar_error_is_of_the_factor_before_its_rows_are_normalized(name, rows):
+    """The exact factor has none; Newton-Schulz's squared singular values spread by as much as is told."""
+    exact, optimizer = make(name, weight_decay=0.3, polar="svd")
+    for step in range(3):
+        found = details(optimizer, exact, step)
+    assert found["polar_error"] == pytest.approx(0, abs=1e-6)
+    model, optimizer = make(name, weight_decay=0.3, polar="newton-schulz")
+    for step in range(3):
+        found = details(optimizer, model, step)
+    for n, p in model.named_parameters():
+        if n != "embedding.weight":
+            squares = torch.linalg.svdvals(optimizer_factor(optimizer, p)).square()
+            spread = float(squares.std(correction=0) / squares.mean())
+            assert found["layers"][n]["polar_error"] == pytest.approx(spread, rel=1e-6)
+    assert (found["row_spread"] < 0.5) == rows or not rows
+
+
+def optimizer_factor(optimizer, p):
+    from anytime.core.polar import polar
+
+    return polar(optimizer.state[p]["momentum"].unsqueeze(0), "newton-schulz", None)[0]
+
+
+def test_the_spread_of_rows():
+    """Of equal rows none; of rows of norm 1 and 3, one half."""
+    model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 1, bias=False)).double()
+    optimizer = anytime.SFSpectralSGD(
+        model, lr=LR, rules={"0.weight": "matrix"}, polar=lambda M: torch.tensor([[1.0, 0, 0, 0], [0, 3, 0, 0]]).to(M)
+    )
+    set_gradients(model, 0)
+    probe = Probe(optimizer)
+    optimizer.step()
+    with detailed():
+        assert probe.read()["layers"]["0.weight"]["row_spread"] == pytest.approx(0.5, rel=1e-9)
+
+
+def test_without_decay_at_z_nothing_is_predicted():
+    for options in ({"weight_decay": 0.0}, {"weight_decay": 0.3, "decay_at": "y"}):
+        model, optimizer = make("SFNorMuon", **options)
+        assert "predicted" not in details(optimizer, model, 0)
+
+
+def test_a_matrix_that_starts_at_zero_changes_by_all_of_itself():
+    model, optimizer = make("SFNorMuon", weight_decay=0.3)
+    with torch.no_grad():
+        model.blocks[0].o.weight.zero_()
+    layers = details(optimizer, model, 0)["layers"]
+    assert layers["blocks.0.o.weight"]["change"] == 1

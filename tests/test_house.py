@@ -21,6 +21,7 @@ ROOMS = (
     "core",
     "routing",
     "distributed",
+    "storage",
     "optim",
     "batch_norm",
     "diagnostics",
@@ -30,6 +31,7 @@ ROOMS = (
     "integrations",
     "bench",
     "cli",
+    "__main__",
 )
 
 
@@ -173,6 +175,8 @@ def test_importing_brings_torch_alone():
 def test_the_training_system_needs_numpy_and_safetensors_besides(module):
     """Its command line, display and report import what they need when they are used."""
     base = "import sys, torch, numpy, safetensors.torch, torch.nn.attention.flex_attention, torch.utils.checkpoint"
+    base += ", torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor.parallel"
+    base += ", torch.distributed.checkpoint"
     code = f"{base}; old = {{*sys.modules}}; import {module}; print(*{{*sys.modules}} - old)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
     brought = {name.partition(".")[0] for name in done.stdout.split()}

@@ -7,14 +7,16 @@ import dataclasses
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from .train import config as settings
 from .train.config import Config, Until
-from .train.errors import UserError
+from .train.errors import Elsewhere, UserError
 from .train.loop import Result
+from .train.parallel import LAST_WORDS, leads
 
 Command = Callable[[list[str]], int]
 
@@ -28,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return status
+    except Elsewhere:
+        return 1
     except UserError as wrong:
         _say(f"error: {wrong}", sys.stderr)
         return 1
@@ -110,7 +114,13 @@ def train(arguments: list[str]) -> int:
     folder goes on where the run stopped; with a later --until it goes further. WHEN is '600 steps', '1e9 tokens', '2 h'
     (of training in all), 'loss 3.2' (of X, on validation), or left out: then Ctrl-C stops it, and nothing is lost.
     """
-    rest = list(arguments)
+    with _by_one():
+        config = _asked(list(arguments))
+    return _run(config)
+
+
+def _asked(rest: list[str]) -> Config:
+    """The settings that a command line of `train` means."""
     file = _take_first(rest)
     given = _take(rest, "preset", "run", "optimizer.name")
     if file is not None and Path(file).is_dir():
@@ -121,7 +131,21 @@ def train(arguments: list[str]) -> int:
     config: Config = _parse(Config, "train", rest, default=base, about=about)
     if config.cooldown != base.cooldown:
         raise UserError("a cooldown is begun by `anytime branch RUN --cooldown STEPS`")
-    return _run(config)
+    return config
+
+
+@contextlib.contextmanager
+def _by_one() -> Iterator[None]:
+    """What all processes of a run find alike is said by the first alone."""
+    if leads():
+        yield
+        return
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+        try:
+            yield
+        except (UserError, SystemExit) as wrong:
+            time.sleep(LAST_WORDS)
+            raise Elsewhere(str(wrong)) from None
 
 
 def _base(file: str | None, given: Mapping[str, str]) -> Config:
@@ -152,6 +176,8 @@ def _run(config: Config) -> int:
     from .train.runs import read_lines
     from .train.sinks import open_sinks
 
+    if not leads():
+        return _SIGNALS.get(start(config).reason, 0)
     until = Until.parse(config.until)
 
     def end(row: Mapping[str, Any]) -> float | None:
@@ -478,6 +504,182 @@ def bench(
     return 0
 
 
+def plan(
+    model: tuple[str, ...] = ("125M",),
+    gpus: tuple[int, ...] = (1,),
+    shard: int | None = None,
+    tensor: int | None = None,
+    owners: Literal["all", "factor", "state", "gradient"] = "all",
+    batch_tokens: int | None = None,
+    micro_batch: int | None = None,
+    recompute: Literal["auto", "yes", "no"] = "auto",
+    context: int | None = None,
+    vocabulary: int | None = None,
+    optimizer: str = "SFNorMuon",
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    memory: float = 80.0,
+    link: float = 50.0,
+    node_link: float = 300.0,
+    node: int = 8,
+    rate: float = 500.0,
+    json: bool = False,
+    markdown: bool = False,
+) -> int:
+    """what a model takes on so many GPUs, and how to lay it out: anytime plan --model 7B --gpus 64
+
+    Bytes that each GPU holds and sends in a step: weights, gradients, state and messages are counted, activations and
+    times estimated. Without --shard and --tensor it proposes the smallest layout that fits. Several models or numbers
+    of GPUs give a line each.
+
+    Args:
+        model: a preset, 1.3B, 7B, 13B, 70B, or LAYERSxWIDTH.
+        gpus: of all nodes.
+        shard: GPUs that each weight is cut over (FSDP2); 1 is DDP, 0 all.
+        tensor: GPUs that compute each block together (tensor parallelism).
+        owners: under DDP, who works on a matrix: all, or one GPU for all.
+        batch_tokens: a step, on all GPUs; about half a million by default.
+        micro_batch: sequences at once on a GPU; as many as fit, up to 32, by default.
+        recompute: activations computed again in the backward pass; auto is where sharding is not enough.
+        context: tokens a sequence; the model's own by default.
+        vocabulary: tokens there are; the model's own by default.
+        optimizer: by name.
+        dtype: of the weights.
+        memory: GB of a GPU, of which nine tenths are planned with.
+        link: GB a second that a GPU sends to other nodes.
+        node_link: GB a second within its node.
+        node: GPUs in a node.
+        rate: TFLOP a second that a GPU reaches in products of matrices.
+        json: a JSON object a line, everything in bytes, elements and seconds.
+        markdown: the table of lines, as a page has it.
+    """
+    from json import dumps
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from .train import scale
+
+    machine = scale.Machine(
+        memory=1e9 * memory, products=1e12 * rate, link=1e9 * link, inner=1e9 * node_link, node=node
+    )
+    asked = scale.Asked(
+        shard=shard, tensor=tensor, owners=None if owners == "all" else owners, batch_tokens=batch_tokens,
+        micro_batch=micro_batch, recompute=None if recompute == "auto" else recompute == "yes", context=context,
+        vocabulary=vocabulary, dtype=dtype, optimizer=settings.OptimizerConfig(name=optimizer),
+    )  # fmt: skip
+    found = [
+        scale.plan(dataclasses.replace(asked, model=name, gpus=count), machine) for name in model for count in gpus
+    ]
+    if json:
+        _say("\n".join(dumps(scale.as_json(each)) for each in found))
+        return 0
+    if markdown:
+        _say(scale.markdown(scale.line_cells(found)))
+        return 0
+    console = Console(file=sys.stdout, highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
+
+    def show(head: Sequence[str], *body: Sequence[str], left: Sequence[int] = (0,)) -> None:
+        table = Table()
+        for i, title in enumerate(head):
+            table.add_column(title, justify="left" if i in left else "right", no_wrap=i == 0)
+        for line in body:
+            table.add_row(*line)
+        console.print(table, soft_wrap=True)
+
+    if len(found) > 1:
+        show(*scale.line_cells(found), left=(0, 2))
+        return 0
+    (one,) = found
+    console.print(scale.heading(one), soft_wrap=True)
+    show(*scale.memory_cells(one), left=(0, 2))
+    if one.messages:
+        show(*scale.message_cells(one))
+    lines = [scale.time_line(one), one.reason, scale.owners_line(one, asked.optimizer, dtype)]
+    console.print(*filter(None, lines), sep="\n", soft_wrap=True)
+    return 0
+
+
+def paper(
+    items: tuple[str, ...] = (),
+    /,
+    scale: str = "nano",
+    data: str = "",
+    out: str = "",
+    work: str = "",
+    jobs: int = 1,
+    device: str = "",
+    yes: bool = False,
+) -> int:
+    """redraw the paper's tables and figures from fresh or recorded runs: anytime paper [ITEM…] --scale nano --jobs 2
+
+    Runs what has no row yet, once its cost is agreed to, and draws from the rows alone. An interrupted one goes on when
+    the same command is given again. Items: main, loss, comparison, optimizers, decay, sequences, ablation, steady,
+    layers, rates, rates-adamw, architecture, budgets, space, best, memory; all by default.
+
+    Args:
+        items: tables and figures by name.
+        scale: nano (minutes on two cores), micro (one GPU, about half an hour), small or large (the paper's).
+        data: a folder of tokens; nano takes the source of Python's own library by default.
+        out: where rows, tables, figures and their page go; results/paper/SCALE by default.
+        work: where the folders of runs are; runs/paper/SCALE by default.
+        jobs: runs at once.
+        device: empty is CUDA where there is one, else the CPU.
+        yes: do not ask whether the cost is agreed to.
+    """
+    from .experiments.paper import paper as make
+    from .experiments.progress import showing
+
+    index = make(
+        items, scale=scale, data=data, out=Path(out) if out else None, work=Path(work) if work else None, jobs=jobs,
+        device=device, agree=lambda cost: _agreed(cost, yes), say=_say, showing=lambda: showing(sys.stdout, _say),
+    )  # fmt: skip
+    if index is None:
+        return 1
+    _say(f"Page: {index.resolve()}")
+    return 0
+
+
+def _agreed(cost: str, yes: bool) -> bool:
+    """Whether a person, or --yes, agrees to a cost."""
+    _say(cost)
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise UserError("nobody is there to agree to it: say --yes")
+    return input("Run it? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def sweep(
+    space: str, /, preset: str = "", data: str = "", out: str = "", trials: int = 20, jobs: int = 1, seed: int = 0
+) -> int:
+    """search for settings, and end what falls behind: anytime sweep SPACE.toml --preset 2M --data data --trials 40
+
+    SPACE.toml holds settings as of `anytime train`, and a table [space] of what to search, such as
+    "optimizer.lr" = { low = 0.002, high = 0.04, log = true } or "optimizer.momentum" = [0.8, 0.9]. Given again, the
+    same command goes on; more trials add to those that are there.
+
+    Args:
+        space: the file.
+        preset: a model by name, where the file names none.
+        data: a folder of tokens, where the file names none.
+        out: where trials, runs and the best settings go; sweeps/NAME of the file by default.
+        trials: how many, in all.
+        jobs: trials at once.
+        seed: of the search.
+    """
+    from .experiments.sweep import Space
+    from .experiments.sweep import sweep as search
+
+    given: dict[str, Any] = {"preset": preset} if preset else {}
+    folder = Path(out) if out else Path("sweeps") / Path(space).stem
+    loss, _ = search(
+        Space.read(Path(space), **given, **({"data": {"path": data}} if data else {})),
+        folder, trials=trials, jobs=jobs, seed=seed, say=_say,
+    )  # fmt: skip
+    _say(f"The best loss is {loss:.4f}. Its settings: {folder / 'best.toml'}")
+    return 0
+
+
 def _typed(name: str, function: Callable[..., int]) -> Command:
     """A command whose arguments are the function's parameters."""
 
@@ -497,6 +699,9 @@ COMMANDS: dict[str, Command] = {
     "export": _typed("export", export),
     "report": _typed("report", report),
     "bench": _typed("bench", bench),
+    "plan": _typed("plan", plan),
+    "paper": _typed("paper", paper),
+    "sweep": _typed("sweep", sweep),
 }
 
 if __name__ == "__main__":

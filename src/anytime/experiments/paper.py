@@ -1,0 +1,113 @@
+"""`anytime paper`: runs what is missing, then draws the paper's tables and figures from the rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from ..train.errors import UserError
+from ..train.files import write_atomically
+from . import draw
+from .grid import Grid, Show
+from .items import Item, items_of
+from .recipes import Found, Guess, MissingRow, Recipes
+from .run import Run
+from .scales import Scale, scale_of
+
+Say = Callable[[str], None]
+
+
+def searches(items: Iterable[Item], recipes: Recipes) -> list[Run]:
+    """The first round."""
+    names = {name: None for item in items for name in item.searches}
+    return [run for name in names for run in recipes.search(name)]
+
+
+def rounds(items: Sequence[Item], found: Found) -> list[Run]:
+    """Both rounds, with the rates that `found` has."""
+    return [*searches(items, found.recipes), *(run for item in items for run in item.runs(found))]
+
+
+def paper(
+    names: Sequence[str] = (),
+    *,
+    scale: str = "nano",
+    data: str = "",
+    out: Path | None = None,
+    work: Path | None = None,
+    jobs: int = 1,
+    device: str = "",
+    agree: Callable[[str], bool] = lambda text: True,
+    say: Say = lambda text: None,
+    showing: Callable[[], AbstractContextManager[Show]] | None = None,
+) -> Path | None:
+    """Tables and figures by name (all by default), at a scale, into a folder; the index page, or None if not agreed.
+
+    `agree` is told what it will cost before anything long is run.
+    """
+    chosen = scale_of(scale)
+    items = items_of(names or chosen.shown)
+    out = out or Path("results/paper") / scale
+    work = work or Path("runs/paper") / scale
+    rows = out / "rows.jsonl"
+    recipes = Recipes(chosen)
+    with Grid(rows, work, data=data or chosen.data or "data", jobs=jobs, device=device) as grid:
+        if grid.missing(searches(items, recipes)):
+            most = grid.estimate(rounds(items, Guess(recipes, grid.rows)), chosen.speed)
+        else:
+            most = grid.estimate(rounds(items, Found(recipes, grid.rows)), chosen.speed)
+        if most.runs:
+            gpu = "" if chosen.speed is None else " of one H200"
+            if not agree(f"{scale}: {most}{gpu} at {jobs} at once"):
+                return None
+            with nullcontext() if showing is None else showing() as show:
+                grid.fill(searches(items, recipes), show)
+                grid.fill(rounds(items, Found(recipes, grid.rows)), show)
+        return redraw(items, Found(recipes, grid.rows), out, say)
+
+
+def redraw(items: Sequence[Item], found: Found, out: Path, say: Say = lambda text: None) -> Path:
+    """Every item from the rows that are there, and a page with all of them."""
+    out.mkdir(parents=True, exist_ok=True)
+    scale = found.recipes.scale
+    parts = [f"# The paper's tables and figures, {scale.name}\n\n{about(scale)}\n"]
+    for item in items:
+        try:
+            parts.append(f"## {item.title}\n\n{written(item, found, out)}")
+        except MissingRow as missing:
+            raise UserError(
+                f"{item.name}: {missing}; make it by: anytime paper {item.name} --scale {scale.name} --out {out}"
+            ) from None
+        say(f"{item.name}: {item.title}")
+    index = out / "index.md"
+    write_atomically(index, ("\n".join(parts)).encode())
+    return index
+
+
+def written(item: Item, found: Found, out: Path) -> str:
+    """Writes an item's files; its part of the page."""
+    path = out / item.name
+    if item.table is not None:
+        table = item.table(found)
+        write_atomically(path.with_suffix(".md"), f"# {table.title}\n\n{table.markdown()}".encode())
+        write_atomically(path.with_suffix(".tex"), table.latex().encode())
+        return f"{table.markdown()}\n[Markdown]({path.name}.md), [LaTeX]({path.name}.tex)\n"
+    assert item.figure is not None
+    draw.save(item.figure, found, path)
+    told = f"\nIn the paper: {item.paper}\n" if item.paper else ""
+    return f"![{item.title}]({path.name}.svg)\n{told}\n[SVG]({path.name}.svg), [PDF]({path.name}.pdf)\n"
+
+
+def about(scale: Scale) -> str:
+    model = scale.model
+    text = (
+        f"{model.layers} layers of width {model.width}, {model.parameters:,} parameters, {scale.tokens(1):,} tokens a "
+        f"step, 1× Chinchilla in {scale.steps(1):,} steps; {len(scale.seeds)} seed{'s' * (len(scale.seeds) > 1)}. "
+        "Drawn from rows.jsonl by `anytime paper`."
+    )
+    if not scale.reported:
+        text += (
+            " The paper's own numbers are of models of 125M and 772M parameters: what they say in words stands beside."
+        )
+    return text
