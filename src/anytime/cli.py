@@ -373,7 +373,7 @@ def evaluate(
     /,
     data: str = "",
     at: int | None = None,
-    tokens: int = 1 << 20,
+    tokens: int | None = None,
     at_once: int = 8,
     device: str = "",
 ) -> int:
@@ -383,7 +383,7 @@ def evaluate(
         path: a run's folder, a checkpoint's, or an export's.
         data: a folder or file of tokens; the run's own by default.
         at: the step of the run; its newest by default.
-        tokens: how many to judge by.
+        tokens: how many to judge by; as many as the run's own evaluations by default.
         at_once: windows at a time.
         device: empty is CUDA where there is one, else the CPU.
     """

@@ -167,7 +167,8 @@ def _write_part(beside: Path, snapshot: Snapshot, peers: Peers) -> tuple[Index, 
             (beside / text).write_text(content, encoding="utf-8")
         if snapshot.tokenizer is not None:
             snapshot.tokenizer.save(beside)
-        others = [path for path in sorted(beside.iterdir()) if not path.name.startswith("resume-")]
+        # Other processes' files are not this one's, nor are the hidden ones that these still have to be.
+        others = [path for path in sorted(beside.iterdir()) if not path.name.startswith(("resume-", "."))]
         for path in others:
             _sync(path)
         files += others

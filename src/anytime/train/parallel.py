@@ -278,7 +278,9 @@ def mesh_of(count: int, config: Config) -> tuple[int, int, int]:
     shard = config.parallel.shard or rest
     if rest % shard:
         among = f"{count} processes" if tensor == 1 else f"{count} processes / parallel.tensor = {rest}"
-        raise UserError(f"parallel.shard is {shard}, must divide {among}: 0 (all) or {_one_of(divisors(rest))}")
+        raise UserError(
+            f"parallel.shard is {shard}, must divide {among}: say --parallel.shard 0 (all) or {_one_of(divisors(rest))}"
+        )
     if config.batch_size % rest:
         raise UserError(f"batch_size is {config.batch_size}, must be a multiple of {rest}, the processes that share it")
     return rest // shard, shard, tensor

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from .checkpoint import MODEL, read_tensors
-from .config import merged
+from .config import Config, merged
 from .data import check_tokenizer, check_vocabulary, open_data, tokenizer_in
 from .device import choose_device
 from .errors import UserError
@@ -96,10 +96,13 @@ def sample(
 
 
 def evaluate_model(
-    trained: Trained, data: str = "", *, count: int = 1 << 20, at_once: int = 8, precision: str = "auto"
+    trained: Trained, data: str = "", *, count: int | None = None, at_once: int = 8, precision: str = "auto"
 ) -> Evaluation:
-    """On the validation tokens at `data`; by default those of the run the model belongs to."""
+    """On the first `count` validation tokens at `data`; by default those of the run the model belongs to, and as many
+    as it evaluates itself on."""
     config = trained.model.config
+    if count is None:
+        count = (stored_config(_run_of(trained)) or Config()).eval_tokens
     validation, tokenizer = _validation(trained, data)
     check_vocabulary(tokenizer, config.vocabulary)
     check_tokenizer(tokenizer, trained.tokenizer)
@@ -116,10 +119,14 @@ def evaluate_model(
     )
 
 
+def _run_of(trained: Trained) -> Path:
+    return trained.folder.resolve().parent.parent
+
+
 def _validation(trained: Trained, data: str) -> tuple[Tokens, Tokenizer | None]:
     if data:
         return Tokens.open(data, "val"), tokenizer_in(Path(data))
-    run = trained.folder.resolve().parent.parent
+    run = _run_of(trained)
     config = stored_config(run)
     if config is None:
         raise UserError(f"{trained.folder} does not belong to a run: name the data by --data")
