@@ -184,6 +184,11 @@ def test_a_figure(name, found, tmp_path):
         assert text in words, text
 
 
+def test_smoothing():
+    assert draw.smooth([0.0, 3.0, 6.0, 3.0], 1) == [1.5, 3.0, 4.0, 4.5]
+    assert draw.smooth([2.0], 3) == [2.0]
+
+
 def test_the_same_rows_give_the_same_picture(found, tmp_path):
     for name in ("a", "b"):
         draw.save(draw.rates_free, found("nano"), tmp_path / name)

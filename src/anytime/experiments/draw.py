@@ -210,8 +210,14 @@ def _long_run(found: Found) -> dict[str, Any]:
     return found.row(found.recipes.long("SF-NorMuon", "z", found.best_rate("SF-NorMuon")))
 
 
+def smooth(values: Sequence[float], reach: int = 3) -> list[float]:
+    """Means of each value and so many to either side: α is of one step, and noisy."""
+    near = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(some) / len(some) for some in near]
+
+
 def steady(found: Found) -> Figure:
-    """|Δρ|/ρ; ρ, what it is predicted to be, and α: means over the matrices."""
+    """|Δρ|/ρ; ρ, what it is predicted to be, and α: means over the matrices. Pale: before smoothing."""
     scale, rows = found.recipes.scale, _long_run(found)["average"]
     figure, (left, right) = panels(2, width=4.8)
     x = [scale.tokens(r["step"]) for r in rows]
@@ -228,14 +234,18 @@ def steady(found: Found) -> Figure:
     left.set_ylabel("|ρ(t+1) − ρ(t)| / ρ(t) (%)")
     left.set_title("Change of ρ = RMS(Z) in a step")
     right.plot(x, [r["rho"] for r in rows], color=RED)
-    right.plot(x, [r["predicted"] for r in rows], color=BLUE, linestyle="--")
+    predicted = [r["predicted"] for r in rows]
+    right.plot(x, predicted, color=BLUE, linewidth=0.7, alpha=0.3)
+    right.plot(x, smooth(predicted), color=BLUE, linestyle="--")
     right.set_ylabel("ρ")
     after = [r for r in rows if scale.tokens(r["step"]) >= right.get_xlim()[0]]
     right.set_ylim(0, 1.35 * max(max(r["rho"], min(r["predicted"], 2 * r["rho"])) for r in after))
     other = right.twinx()
     other.spines["top"].set_visible(False)
     other.grid(False)
-    other.plot(x, [r["alpha"] for r in rows], color=PINK, linewidth=1.2)
+    every = [r["alpha"] for r in rows]
+    other.plot(x, every, color=PINK, linewidth=0.7, alpha=0.3)
+    other.plot(x, smooth(every), color=PINK, linewidth=1.2)
     other.set_ylabel("α", color=PINK)
     alphas = [r["alpha"] for r in after]
     other.set_ylim(min(*alphas, -0.02) * 1.1, max(*alphas, 0.02) + 2.5 * (max(*alphas, 0.02) - min(*alphas, -0.02)))
@@ -252,7 +262,7 @@ def steady(found: Found) -> Figure:
 
 
 def steady_layers(found: Found) -> Figure:
-    """ρ (full) and its prediction (dashed) of every matrix, a panel a kind, the shade its depth."""
+    """ρ (full) and its prediction (dashed, smoothed) of every matrix, a panel a kind, the shade its depth."""
     import matplotlib
 
     scale, rows = found.recipes.scale, _long_run(found)["layers"]
@@ -268,7 +278,7 @@ def steady_layers(found: Found) -> Figure:
         for depth, name in enumerate(of_kind):
             colour = shades(0.9 * depth / max(1, len(of_kind) - 1))
             axes.plot(x, [r[name]["rho"] for r in rows], color=colour, linewidth=1.3, label=f"layer {depth + 1}")
-            axes.plot(x, [r[name]["predicted"] for r in rows], color=colour, linewidth=1, linestyle="--")
+            axes.plot(x, smooth([r[name]["predicted"] for r in rows]), color=colour, linewidth=1, linestyle="--")
             highest = max(highest, *(r[name]["rho"] for r in rows))
         axes.set_ylim(0, 1.6 * highest)
         axes.set_title(kind)
