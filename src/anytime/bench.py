@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .core.polar import polar_flops
 from .optim.sf_elementwise import SFAdamW
 from .optim.sf_spectral import SFNorMuon
 from .train.config import Config, merged, nearest, preset
@@ -79,17 +80,6 @@ def measure_rates(device: torch.device) -> Rates:
     return Rates(
         per_second(2 * 4 * source.numel(), lambda: copy.copy_(source)), per_second(2.0 * side**3, lambda: a @ b)
     )
-
-
-def polar_flops(m: int, n: int, *, symmetric: bool = True, gram: bool = True) -> float:
-    """Operations of five Newton-Schulz steps on an m × n matrix.
-
-    Symmetric products are computed by half. From an aspect ratio of 3 the iteration is on the Gram matrix.
-    """
-    side, ratio = min(m, n), max(m, n) / min(m, n)
-    if gram and ratio >= 3:
-        return (6 * ratio + 14) * side**3
-    return (15 * ratio + 5 if symmetric else 20 * ratio + 10) * side**3
 
 
 def moved_bytes(dtype: torch.dtype, *, matrix: bool) -> int:

@@ -231,3 +231,14 @@ def project(Z: Tensor, ball: str, radius: float) -> Tensor:
         return Z * (radius / norm.clamp(min=radius))
     U, S, Vh = torch.linalg.svd(Z, full_matrices=False)
     return Z - torch.matmul(U * (S - radius).clamp(min=0).unsqueeze(-2), Vh)
+
+
+def polar_flops(m: int, n: int, *, symmetric: bool = True, gram: bool = True) -> float:
+    """Operations of five Newton-Schulz steps on an m × n matrix.
+
+    Symmetric products are computed by half. From an aspect ratio of 3 the iteration is on the Gram matrix.
+    """
+    side, ratio = min(m, n), max(m, n) / min(m, n)
+    if gram and ratio >= 3:
+        return (6 * ratio + 14) * side**3
+    return (15 * ratio + 5 if symmetric else 20 * ratio + 10) * side**3

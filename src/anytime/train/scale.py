@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from ..core.layout import Layout
+from ..core.polar import polar_flops
 from ..distributed.exchange import ROUND_BYTES, balanced, cost, rounds
 from ..distributed.owners import MODES
 from ..optim.rules import ELEMENTWISE
@@ -496,13 +497,6 @@ class Machine:
     def seconds(self, message: Message) -> float:
         """A group that leaves the node goes at the rate of its slowest link; latency is left out."""
         return message.bytes / (self.inner if message.span <= self.node else self.link)
-
-
-def polar_flops(m: int, n: int) -> float:
-    """Operations of five Newton-Schulz steps, symmetric products by half, from an aspect ratio of 3 on the Gram
-    matrix."""
-    side, ratio = min(m, n), max(m, n) / min(m, n)
-    return (6 * ratio + 14 if ratio >= 3 else 15 * ratio + 5) * side**3
 
 
 def polar_seconds(weights: Sequence[Weight], mesh: Mesh, owners: str | None, machine: Machine) -> float:
