@@ -516,7 +516,10 @@ def act(self, number):
     ("changes", "message"),
     [
         ({"parallel": {"tensor": 3}}, "parallel.tensor is 3, must divide the number of processes, 2: one of 1, 2"),
-        ({"parallel": {"shard": 3}}, "parallel.shard is 3, must divide 2 processes: 0 (all) or one of 1, 2"),
+        (
+            {"parallel": {"shard": 3}},
+            "parallel.shard is 3, must divide 2 processes: say --parallel.shard 0 (all) or one of 1, 2",
+        ),
         (
             {"parallel": {"tensor": 2}, "model": {**MODEL, "head": 32}},
             "parallel.tensor is 2, must divide the model's 1 heads, and its vocabulary 256, width 32 and hidden width "
