@@ -266,7 +266,7 @@ def _do(
                 report(done, seen + Count(*shared[:3]))
         except BaseException:
             shared[3] = 1
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # and waits: a worker may be in the midst of a file
             raise
 
 
