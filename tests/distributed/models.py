@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -76,10 +78,15 @@ def tokens(step: int, batch: int = 4) -> Tensor:
     return torch.randint(VOCABULARY, (batch, 6), generator=torch.Generator().manual_seed(1000 + step))
 
 
+@cache  # groups of processes hold threads
+def named_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def spread(model: Model, shard: int, tensor: int, replicate: int = 1) -> DeviceMesh:
     """Tensor parallelism inside, FSDP2 (or HSDP) outside; experts are cut along their number or their rows."""
     names = [("replicate", replicate), ("shard", shard), ("tensor", tensor)]
-    mesh = init_device_mesh("cpu", tuple(n for _, n in names), mesh_dim_names=tuple(name for name, _ in names))
+    mesh = named_mesh(tuple(n for _, n in names), tuple(name for name, _ in names))
     if tensor > 1:
         for block in model.blocks:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from models import named_mesh
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -229,7 +230,7 @@ def skip(case: Case, where: Where, spoiled: int, value: float) -> tuple[bool, bo
 
 def skip_beside() -> int:
     """Matrices sharded between two, and two such pairs side by side; inf in the first pair alone."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"]
+    mesh = named_mesh((2, 2), ("data", "tensor"))["tensor"]
     model = Net(torch.float32, {"even": (8, 4)})
     model.even = nn.Parameter(place(model.even.detach(), mesh, [Shard(0)]))
     optimizer = make(("SFNorMuon", {}), model, {"even": {"rule": "matrix"}})
@@ -411,7 +412,7 @@ def real(hidden: int, parallel: bool, steps: int = 30) -> Arrays:
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        mesh = named_mesh((2, 2), ("data", "tensor"))
         for block in model[:2]:
             parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             fully_shard(block, mesh=mesh["data"])
@@ -597,13 +598,17 @@ def copied(mode: str | None) -> Arrays:
     return {name: array(p) for name, p in twin.named_parameters()}
 
 
+@cache
+def groups_of(ranks: tuple[tuple[int, ...], ...]) -> list[Any]:
+    return [dist.new_group(list(each)) for each in ranks]
+
+
 def pairs(mode: str | None, which: int | None = None) -> Arrays:
     """Training in a group that is not all: processes 0 and 1, or 2 and 3."""
     group = None
     if mode is not None:
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         which = dist.get_rank() // 2
-        group = groups[which]
+        group = groups_of(((0, 1), (2, 3)))[which]
     model = net(torch.float64, None)
     optimizer = make(("SFNorMuon", {"warmup_steps": 3}), model, owners=mode, process_group=group)
     gradients, noise = Gradients(model, 6, seed=which or 0), Gradients(model, 6, seed=9)
@@ -620,7 +625,7 @@ def pairs(mode: str | None, which: int | None = None) -> Arrays:
 
 
 def group_of_one(mode: str) -> Arrays:
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    groups = groups_of(tuple((rank,) for rank in range(dist.get_world_size())))
     options = {"lr": 0.05, "warmup_steps": 5, "weight_decay": 0.1, "owners": mode}
     return train(("SFNorMuon", {**options, "process_group": groups[dist.get_rank()]}), torch.float32, 5)
 

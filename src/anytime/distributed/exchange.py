@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.layout import Layout
 from .parts import Box, Spread, numel, slices, wrapped
-from .processes import Processes
+from .processes import over
 
 Transform = Callable[[list[Tensor], list[Layout]], list[Tensor]]
 ROUND_BYTES = 64 << 20  # of whole matrices that an owner has at once
@@ -212,7 +212,7 @@ def _units(member: int, spread: Spread, layout: Layout, boxes: Mapping[int, Box]
 class Parts:
     """Sharded members of a step: what a direction does with matrices of which only a part is here."""
 
-    def __init__(self, processes: Processes, spreads: Sequence[Spread], layouts: Sequence[Layout]) -> None:
+    def __init__(self, spreads: Sequence[Spread], layouts: Sequence[Layout]) -> None:
         self.spreads = list(spreads)
         self.wholes = list(layouts)
         self.layouts = [spread.layout_here(layout) for spread, layout in zip(spreads, layouts, strict=True)]
@@ -226,11 +226,11 @@ class Parts:
                 dims[layout.kind(dim, len(spread.shape))].append(number)
             for kind in ("row", "column"):
                 if dims[kind]:
-                    self._sums[kind][i] = processes.over(spread.mesh, dims[kind])
+                    self._sums[kind][i] = over(spread.mesh, dims[kind])
             if not dims["row"] and not dims["column"]:
                 self._whole_here.append(i)
                 continue
-            group = processes.over(spread.mesh, [number for number, _ in spread.sharded()])
+            group = over(spread.mesh, [number for number, _ in spread.sharded()])
             together.setdefault(id(group), (group, []))[1].append(i)
         self.exchanges = [
             Exchange(group, members, [spreads[i] for i in members], [layouts[i] for i in members])

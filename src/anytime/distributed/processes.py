@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,35 +16,50 @@ all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else d
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
-@dataclass
-class Processes:
-    """Groups of processes by who is in them, made when they are first asked for."""
+class _Made:
+    """Groups by who is in them and how they speak. All optimizers of a process share them, for a group holds threads
+    and sockets to its end; when there is another world, there are none yet."""
 
-    groups: dict[Hashable, Any] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.world: Any = None
+        self.groups: dict[tuple[tuple[int, ...], str | None], Any] = {}
 
-    def over(self, mesh: Any, dims: Sequence[int]) -> Any:
-        """Those who differ from this process in these dimensions of the mesh alone."""
-        if len(dims) == 1:
-            return mesh.get_group(dims[0])
-        return self.among(ranks_over(mesh, dims))
+    def get(self, ranks: tuple[int, ...], backend: str | None) -> Any:
+        if self.world is not dist.group.WORLD:
+            self.world, self.groups = dist.group.WORLD, {}
+        key = ranks, backend
+        if key not in self.groups:
+            self.groups[key] = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        return self.groups[key]
 
-    def among(self, ranks: Iterable[int], *, backend: str | None = None) -> Any:
-        ranks = tuple(sorted(ranks))
-        if backend is None and ranks == tuple(range(dist.get_world_size())):
+
+_made = _Made()
+
+
+def over(mesh: Any, dims: Sequence[int]) -> Any:
+    """The group of those who differ from this process in these dimensions of the mesh alone."""
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])
+    return among(ranks_over(mesh, dims))
+
+
+def among(ranks: Iterable[int], *, backend: str | None = None) -> Any:
+    """The group of these processes, made when it is first asked for."""
+    ranks = tuple(sorted(ranks))
+    if backend is None and ranks == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD
+    return _made.get(ranks, backend)
+
+
+def control(ranks: tuple[int, ...]) -> Any:
+    """A group whose messages go between hosts, past the devices and their queues."""
+    if ranks == tuple(range(dist.get_world_size())):
+        try:
+            dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
             return dist.group.WORLD
-        if (ranks, backend) not in self.groups:
-            self.groups[ranks, backend] = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-        return self.groups[ranks, backend]
-
-    def control(self, ranks: tuple[int, ...]) -> Any:
-        """A group whose messages go between hosts, past the devices and their queues."""
-        if ranks == tuple(range(dist.get_world_size())):
-            try:
-                dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-                return dist.group.WORLD
-            except RuntimeError:  # made for devices alone
-                pass
-        return self.among(ranks, backend="gloo")
+        except RuntimeError:  # made for devices alone
+            pass
+    return among(ranks, backend="gloo")
 
 
 def agree(text: str, lines: Callable[[], Sequence[str]], group: Any) -> None:

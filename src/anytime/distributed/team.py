@@ -13,14 +13,13 @@ from ..core.layout import Layout
 from .exchange import Parts
 from .owners import Owners, Shared
 from .parts import Spread, is_sharded
-from .processes import Processes, agree
+from .processes import agree, among, control, over
 
 
 class Team:
     """Nobody but this process, until a parameter is sharded or owners are asked for."""
 
     def __init__(self, owners: str | None = None, group: Any = None) -> None:
-        self.processes = Processes()
         self.owners: Owners | None = None
         self.device = torch.device("cpu")
         self._ranks: tuple[int, ...] = ()
@@ -33,7 +32,7 @@ class Team:
     def __deepcopy__(self, memo: dict[int, Any]) -> Team:
         """Groups of processes are not copied: copies of an optimizer share them."""
         memo[id(self)] = other = Team()
-        other.processes, other.device, other._ranks = self.processes, self.device, self._ranks
+        other.device, other._ranks = self.device, self._ranks
         if self.owners is not None:
             other.owners = Owners(self.owners.mode, self.owners.group)
             other.owners._load = list(self.owners._load)
@@ -65,28 +64,28 @@ class Team:
     def meet(self, key: Any, lines: Callable[[], Sequence[str]], wrong: Exception | None) -> None:
         """Before a step: an error everywhere unless all are about to take the same one."""
         if wrong is not None:
-            agree("error", lambda: [f"error {wrong}"], self.processes.control(self._ranks))
+            agree("error", lambda: [f"error {wrong}"], control(self._ranks))
             raise wrong
         if key not in self._agreed:
             if len(self._agreed) > 64:
                 self._agreed.clear()
             self._agreed[key] = "\n".join(lines())
-        agree(self._agreed[key], lines, self.processes.control(self._ranks))
+        agree(self._agreed[key], lines, control(self._ranks))
 
     def all_of_us(self, ok: Tensor) -> Tensor:
         """1 if it is 1 for every process, else 0."""
-        dist.all_reduce(ok, op=dist.ReduceOp.MIN, group=self.processes.among(self._ranks))
+        dist.all_reduce(ok, op=dist.ReduceOp.MIN, group=among(self._ranks))
         return ok
 
     def sum_(self, values: Tensor) -> None:
-        dist.all_reduce(values, group=self.processes.among(self._ranks))
+        dist.all_reduce(values, group=among(self._ranks))
 
     def sum_parts_(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Adds up what the processes that hold a sharded parameter together have each found of it; all of one shape."""
         together: dict[int, tuple[Any, list[Tensor]]] = {}
         for p, value in zip(params, values, strict=True):
             if is_sharded(p) and (dims := [number for number, _ in Spread.of(p).sharded()]):
-                group = self.processes.over(p.device_mesh, dims)  # type: ignore[attr-defined]
+                group = over(p.device_mesh, dims)  # type: ignore[attr-defined]
                 together.setdefault(id(group), (group, []))[1].append(value)
         for group, alike in together.values():
             totals = torch.stack(alike)
@@ -104,9 +103,7 @@ class Team:
             if len(self._parts) > 64:  # parameters that come and go
                 self._parts.clear()
             self._parts[key] = (
-                Parts(self.processes, [Spread.of(p) for p in params], layouts)
-                if sharded
-                else Shared(self.owners, params, layouts)  # type: ignore[arg-type]
+                Parts([Spread.of(p) for p in params], layouts) if sharded else Shared(self.owners, params, layouts)  # type: ignore[arg-type]
             )
         return self._parts[key]
 
