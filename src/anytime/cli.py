@@ -639,6 +639,48 @@ def paper(
     return 0
 
 
+def frontier(
+    study: str,
+    /,
+    methods: tuple[str, ...] = (),
+    data: str = "",
+    out: str = "",
+    work: str = "",
+    jobs: int = 1,
+    device: str = "",
+    minutes: float = 0.0,
+    yes: bool = False,
+) -> int:
+    """one horizon-free run against the schedule tuned for each horizon: anytime frontier 2M --data data --jobs 10
+
+    Searches settings on seeds set apart, freezes them in a file, runs them on others, and draws losses and regrets from
+    the rows. An interrupted one goes on when the same command is given again.
+
+    Args:
+        study: nano, 0.5M, 2M, 6M or 12M.
+        methods: those compared with the envelope, by name; all by default.
+        data: a folder of tokens; nano takes the source of Python's own library.
+        out: where rows, choices and the page go; results/frontier/STUDY by default.
+        work: where the folders of runs are; runs/frontier/STUDY by default.
+        jobs: runs at once.
+        device: empty is CUDA where there is one, else the CPU.
+        minutes: no run is started after so long; 0 is no limit.
+        yes: do not ask whether the cost is agreed to.
+    """
+    from .experiments.frontier import frontier as make
+    from .experiments.progress import showing
+
+    index = make(
+        study, methods=methods, data=data or ("python" if study == "nano" else "data"), out=Path(out) if out else None,
+        work=Path(work) if work else None, jobs=jobs, device=device, seconds=60 * minutes or None,
+        agree=lambda cost: _agreed(cost, yes), say=_say, showing=lambda: showing(sys.stdout, _say),
+    )  # fmt: skip
+    if index is None:
+        return 1
+    _say(f"Page: {index.resolve()}")
+    return 0
+
+
 def _agreed(cost: str, yes: bool) -> bool:
     """Whether a person, or --yes, agrees to a cost."""
     _say(cost)
@@ -701,6 +743,7 @@ COMMANDS: dict[str, Command] = {
     "bench": _typed("bench", bench),
     "plan": _typed("plan", plan),
     "paper": _typed("paper", paper),
+    "frontier": _typed("frontier", frontier),
     "sweep": _typed("sweep", sweep),
 }
 

@@ -630,6 +630,25 @@ def group_of_one(mode: str) -> Arrays:
     return train(("SFNorMuon", {**options, "process_group": groups[dist.get_rank()]}), torch.float32, 5)
 
 
+def groups_made() -> tuple[list[int], list[int]]:
+    """How many groups of processes there are after each of three optimizers of a pair has taken a step, and who is in
+    the pair's group."""
+    from anytime.distributed.processes import among
+
+    mesh = named_mesh((2, 2), ("data", "tensor"))["tensor"]
+    pair = among(mesh.mesh.tolist())
+    made = []
+    for _ in range(3):
+        model = Net(torch.float32, {"even": (8, 4)})
+        model.even = nn.Parameter(place(model.even.detach(), mesh, [Shard(0)]))
+        optimizer = make(("SFNorMuon", {}), model, {"even": {"rule": "matrix"}})
+        Gradients(model, 1).put(0)
+        optimizer.step()
+        assert among(reversed(mesh.mesh.tolist())) is pair
+        made.append(len(dist.distributed_c10d._world.pg_map))
+    return made, dist.get_process_group_ranks(pair)
+
+
 # ------------------------------------------------------------------- counts
 
 Count = dict[str, Any]

@@ -279,3 +279,10 @@ def any_placement(pools: Any, world: int, examples: int) -> None:
         compare(pools(world)(tasks.few, CASES[name], shapes, rules, where), expected, 1e-9)
 
     run()
+
+
+def test_optimizers_share_their_groups_of_processes(pools):
+    """A group holds threads to its end: a second optimizer of the same layout makes none."""
+    for rank, (made, pair) in enumerate(pools(4)(tasks.groups_made)):
+        assert len(set(made)) == 1
+        assert pair == [rank - rank % 2, rank - rank % 2 + 1]

@@ -213,6 +213,20 @@ def test_wsd_that_would_begin_in_the_warmup_begins_after_it():
     assert found == pytest.approx([1.0] * 15 + [1 - math.sqrt(i / 5) for i in range(5)] + [0.0] * 5, abs=1e-12)
 
 
+def test_a_power_never_ends():
+    config = with_horizon(scheduled("power", "50 steps", warmup_steps=10, decay_steps=20, decay_power=0.5))
+    assert config.optimizer.horizon is None
+    assert Rates(config).last_step is None
+    assert factors(config, 12) == pytest.approx([1.0] * 11 + [(1 + 1 / 20) ** -0.5])
+    assert Rates(config).factor(10 + 3 * 20) == pytest.approx(0.5)
+    assert factors(scheduled("power", decay_power=0.0), 9) == [1.0] * 9
+    with pytest.raises(UserError, match=r"horizon is given but .* is 'power', which has no end"):
+        with_horizon(scheduled("power", horizon=5))
+    for wrong in ({"decay_steps": 0}, {"decay_power": -0.1}):
+        with pytest.raises(UserError, match=r"decay_steps is .*, must be at least 1, and decay_power is"):
+            with_horizon(scheduled("power", **wrong))
+
+
 def test_a_cooldown_falls_to_zero_from_where_it_starts():
     config = replace(Config(), cooldown=Cooldown(start=30, steps=4))
     assert factors(config, 37) == [1.0] * 30 + [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0]

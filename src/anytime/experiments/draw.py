@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..train.errors import UserError
 from .recipes import ABLATIONS, DECAYS, Found
@@ -15,6 +15,8 @@ from .tables import amount, first_at
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+T = TypeVar("T")
 
 #: Okabe and Ito's colours, which the colour-blind tell apart.
 GREEN, BLUE, RED, PINK, ORANGE, SKY, GREY = "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#666666"
@@ -42,7 +44,7 @@ def panels(
     return figure, list(figure.subplots(rows, columns, squeeze=False, **more).flat)
 
 
-def save(draw: Callable[[Found], Figure], found: Found, path: Path, kinds: Sequence[str] = ("svg", "pdf")) -> None:
+def save(draw: Callable[[T], Figure], found: T, path: Path, kinds: Sequence[str] = ("svg", "pdf")) -> None:
     """Draws in one look for all, and writes path.svg and path.pdf; the same rows give the same bytes."""
     try:
         import matplotlib

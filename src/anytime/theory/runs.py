@@ -200,10 +200,12 @@ def measure(
     runs: int = 1,
     seed: int = 0,
     average: str = "appendix",
+    constants: Constants | None = None,
 ) -> Measured:
-    """T steps of SFSpectralSGD and the bound in that norm. mu and eta None are the corollaries' μ_T and η_T, of
-    `prior`: part (iii)'s at β = 0."""
-    constants = prior(problem, norm, batch=batch)
+    """T steps of SFSpectralSGD and the bound in that norm. mu and eta None are the corollaries' μ_T and η_T, part
+    (iii)'s at β = 0, of `constants`; None takes `prior`. Those of an earlier run, `Measured.constants`, are of the
+    points that it visited, where the noise may be far below what it can be on a ball."""
+    constants = constants or prior(problem, norm, batch=batch)
     if mu is None:
         mu = bounds.tuned(constants, T, beta_zero=beta == 0).mu
     if eta is None:

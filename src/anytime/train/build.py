@@ -32,7 +32,8 @@ OPTIMIZERS: dict[str, type[AnytimeOptimizer]] = {
 }  # fmt: skip
 
 #: Settings that are the trainer's, not options of the class.
-OURS = ("name", "schedule", "horizon", "decay_part", "clip")
+OURS = ("name", "schedule", "horizon", "decay_steps", "decay_power", "decay_part", "clip")
+ENDLESS = ("constant", "power")
 
 
 def optimizer_class(name: str) -> type[AnytimeOptimizer]:
@@ -66,9 +67,14 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, owners: str | 
 def with_horizon(config: Config) -> Config:
     """The settings with the schedule's last step in them, for it must not move when the run is extended."""
     o = config.optimizer
-    if o.schedule == "constant":
+    if o.decay_steps < 1 or o.decay_power < 0:
+        raise UserError(
+            f"optimizer.decay_steps is {o.decay_steps}, must be at least 1, and decay_power is {o.decay_power:g}, must "
+            "be at least 0"
+        )
+    if o.schedule in ENDLESS:
         if o.horizon is not None:
-            raise UserError("optimizer.horizon is given but optimizer.schedule is 'constant', which has no end")
+            raise UserError(f"optimizer.horizon is given but optimizer.schedule is {o.schedule!r}, which has no end")
         return config
     if o.horizon is None:
         until = Until.parse(config.until)
@@ -107,9 +113,10 @@ class Rates:
     def factor(self, done: int) -> float:
         """Of the step after `done` others."""
         o, cooldown = self.config.optimizer, self.config.cooldown
-        factor = 1.0
-        if o.horizon is not None:
-            start = warmup(o)
+        factor, start = 1.0, warmup(o)
+        if o.schedule == "power":
+            factor = (1 + max(0, done - start) / o.decay_steps) ** -o.decay_power
+        elif o.horizon is not None:
             if o.schedule == "wsd":
                 start = max(start, round(o.horizon * (1 - o.decay_part)))
             part = 1.0 if done >= o.horizon else max(0.0, (done - start) / max(1, o.horizon - start))

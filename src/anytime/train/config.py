@@ -73,9 +73,12 @@ class OptimizerConfig:
     adam_eps: float | None = None
     adam_decay_at: Literal["z", "y", "none"] | None = None
     adam_bias_correction: Literal["rate", "moment", "none"] | None = None
-    # How the rate goes after its warmup; all but "constant" end at `horizon` steps.
-    schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    # How the rate goes after its warmup: "constant" and "power" have no end, the others end at `horizon` steps.
+    schedule: Literal["constant", "power", "cosine", "linear", "wsd"] = "constant"
     horizon: int | None = None
+    # "power" is (1 + t / decay_steps)^−decay_power, t steps after the warmup.
+    decay_steps: int = 400
+    decay_power: float = 0.5
     # Part of the horizon over which "wsd" falls to zero, as 1 − √.
     decay_part: float = 0.2
     # The largest norm of the whole gradient; None does not clip.

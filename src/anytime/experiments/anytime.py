@@ -1,0 +1,376 @@
+"""Does one run that knows no horizon reach what a schedule reaches that was tuned for each? The protocol, as code.
+
+E(H), the envelope, is the lowest validation loss of scheduled NorMuon at horizon H, its rate, momentum and schedule
+searched at every H. A horizon-free method is one run, one setting, looked at in X on the way: its regret at H is its
+loss there less E(H), seed by seed.
+
+In this order, so that nothing can be chosen by what it is judged by:
+1. Tries, on seeds set apart: horizon-free methods at short horizons alone, the envelope at each of its own. Every
+   method has as many points in its grid, and the same rules by which it may go beyond it.
+2. What was found is frozen, in a file that is written once.
+3. The runs that count, on other seeds, to the longest horizon.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..train.config import PRESETS, nearest
+from ..train.errors import UserError
+from ..train.files import write_atomically
+from ..train.model import ModelConfig
+from ..train.runs import origin
+from .recipes import MissingRow
+from .run import Row, Run
+
+#: Points of every method's grid: settings times rates.
+TRIES = 12
+#: Rates of the grid, in half octaves of the study's: a half, once and twice.
+RATES = (-2, 0, 2)
+#: How many half octaves from the study's rate a search may go.
+FARTHEST = 10
+#: Stands for the study's steps of warmup in an option.
+WARMUP = "warmup"
+
+
+@dataclass(frozen=True)
+class Method:
+    """An optimizer, what is the same in all of its tries, and what is searched besides the rate.
+
+    scheduled: needs a run for each horizon. enveloped: is searched at each horizon and makes E(H) with its like.
+    published: is taken as its authors gave it, at the study's rate, and not searched.
+    after: a part of the horizon that is added to it and not charged: a cooldown branched off at the horizon.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    scheduled: bool = False
+    enveloped: bool = False
+    published: bool = False
+    after: float = 0.0
+
+    def __post_init__(self) -> None:
+        points = len(list(self.settings())) * len(RATES)
+        if not self.published and points != TRIES:
+            raise ValueError(f"{self.name} has {points} points in its grid, the others {TRIES}")
+
+    def settings(self) -> Iterator[dict[str, Any]]:
+        """Of the grid, the rate left out."""
+        for values in itertools.product(*self.axes.values()):
+            yield dict(zip(self.axes, values, strict=True))
+
+
+@dataclass(frozen=True)
+class Try:
+    """A point of a method's search: its setting, and its rate in half octaves of the study's."""
+
+    setting: tuple[tuple[str, Any], ...]
+    octave: int
+
+    @classmethod
+    def of(cls, setting: Mapping[str, Any], octave: int) -> Try:
+        return cls(tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in setting.items())), octave)
+
+
+_GROWING = {
+    "name": "SFNorMuon", "averaging_power": 3.0, "beta_growth": 0.4, "betas": [0.4, 0.95], "beta_growth_start": WARMUP,
+    "averaging_warmup": WARMUP,
+}  # fmt: skip
+_NORMUON = {"name": "NorMuon", "weight_decay": 0.1}
+_AVERAGED = {"name": "SFNorMuon", "betas": [0.0, 0.95], "nesterov": True, "averaging_warmup": WARMUP}
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(
+            "NorMuon", _NORMUON, {"schedule": ["cosine", "linear"], "momentum": [0.9, 0.95]},
+            scheduled=True, enveloped=True,
+        ),
+        Method(
+            "NorMuon, 1 − √ cooldown", {**_NORMUON, "schedule": "wsd"},
+            {"momentum": [0.9, 0.95], "decay_part": [0.2, 0.4]}, scheduled=True,
+        ),
+        Method(
+            "NorMuon, 1 − √ cooldown not charged", {**_NORMUON, "schedule": "wsd", "decay_part": 1 / 6},
+            {"momentum": [0.8, 0.85, 0.9, 0.95]}, scheduled=True, after=0.2,
+        ),
+        Method(
+            "AdamW, cosine", {"name": "AdamW", "schedule": "cosine"},
+            {"betas": [(0.9, 0.95), (0.95, 0.99)], "weight_decay": [0.05, 0.1]}, scheduled=True,
+        ),
+        Method("SF-AdamW", {"name": "SFAdamW"}, {"betas": [(0.9, 0.99), (0.95, 0.99)], "weight_decay": [0.05, 0.1]}),
+        Method("SF-NorMuon, the paper's", {"name": "SFNorMuon", "betas": [0.9, 0.95]}, published=True),
+        Method(
+            "SF-NorMuon, retuned", {"name": "SFNorMuon"},
+            {"betas": [(0.8, 0.95), (0.9, 0.95)], "momentum": [0.8, 0.9]},
+        ),
+        Method(
+            "AMUSE", {"name": "SFMuon", "momentum": 0.95, "beta_growth_start": WARMUP},
+            {"beta": [0.4, 0.6], "beta_growth": [0.4, 0.6]},
+        ),
+        Method("constant rate, weights t^r", _AVERAGED, {"momentum": [0.9, 0.95], "averaging_power": [4.0, 9.0]}),
+        Method(
+            "rate 1/√t, weights t^r", {**_AVERAGED, "schedule": "power", "decay_power": 0.5, "decay_steps": 400},
+            {"momentum": [0.9, 0.95], "averaging_power": [4.0, 9.0]},
+        ),
+        Method("anytime", _GROWING, {"momentum": [0.8, 0.9], "averaging_power": [1.0, 3.0]}),
+    )
+}  # fmt: skip
+
+#: The method that is taken apart, and its parts, each as the paper has it.
+RECIPE = "anytime"
+PARTS: dict[str, dict[str, Any]] = {
+    "β constant": {"betas": (0.9, 0.95), "beta_growth": 0.0},
+    "weights uniform": {"averaging_power": 0.0},
+    "averaged from the first step": {"averaging_warmup": 0},
+}
+#: Of the rate sweep, half octaves around the choice: a factor of 16.
+SWEPT = range(-4, 5)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A model, its horizons in multiples of Chinchilla, and the seeds.
+
+    short: the horizons at which horizon-free settings are chosen, by the mean of the losses. kept: how many of a
+    schedule's best settings at a horizon are run on the seeds that count.
+    """
+
+    name: str
+    preset: str
+    horizons: tuple[float, ...]
+    seeds: tuple[int, ...]
+    short: tuple[float, ...] = (0.5, 1)
+    set_apart: tuple[int, ...] = (1000,)
+    kept: int = 2
+    rate: float = 0.016
+    warmup: int = 150
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def steps(self, multiple: float) -> int:
+        found = {**PRESETS[self.preset], **self.settings}
+        model, batch = ModelConfig(**found["model"]), int(found["batch_size"])
+        return math.ceil(multiple * 20 * model.parameters / (batch * model.context))
+
+    def lr(self, octave: int) -> float:
+        return float(f"{self.rate * 2 ** (octave / 2):.3g}")
+
+    def run(self, method: Method, point: Try, multiple: float, seed: int, *, curve: bool = False) -> Run:
+        """One run; a horizon-free one is looked at in all horizons on its way, with `curve` between them too."""
+        options = {**method.options, **dict(point.setting), "lr": self.lr(point.octave), "warmup_steps": WARMUP}
+        options = {key: self.warmup if value == WARMUP else value for key, value in options.items()}
+        free = not method.scheduled
+        steps = self.steps(multiple * (1 + method.after))
+        if method.scheduled:
+            options["horizon"] = steps
+        looks = sorted({steps, *(self.steps(h) for h in (*self.short, *self.horizons))})
+        settings = {
+            "preset": self.preset,
+            **self.settings,
+            "optimizer": options,
+            "until": f"{steps} steps",
+            "eval_per_doubling": 4 if curve else 0,
+            "eval_at": [s for s in looks if s <= steps] if free else [steps],
+            "checkpoint_every": 0,
+            "diagnose_every": 0,
+            "log_every": 100,
+        }
+        to = f" to {multiple:g}×" if method.scheduled else ""
+        said = "".join(f", {k} {v}" for k, v in point.setting)
+        return Run(f"{method.name}{to}{said}, rate {options['lr']:g}", seed, settings)
+
+
+_TINY = {
+    "model": {"layers": 1, "width": 16, "head": 8, "vocabulary": 256, "context": 32, "rope_base": 1000.0},
+    "batch_size": 16, "micro_batch": 16, "eval_tokens": 1 << 12,
+}  # fmt: skip
+STUDIES = {
+    study.name: study
+    for study in (
+        Study("nano", "demo", (1, 2), (0, 1), rate=0.05, warmup=20, settings=_TINY),
+        Study("0.5M", "0.5M", (1, 2, 4, 8, 16, 32), (0, 1, 2)),
+        Study("2M", "2M", (1, 2, 4, 8), (0, 1, 2)),
+        Study("6M", "6M", (1, 2, 4), (0, 1)),
+        Study("12M", "12M", (1,), (0,)),
+    )
+}
+
+
+def study_of(name: str) -> Study:
+    if name not in STUDIES:
+        raise UserError(f"there is no study {name!r}{nearest(name, STUDIES)}; there are {', '.join(STUDIES)}")
+    return STUDIES[name]
+
+
+# ------------------------------------------------------------------- searches
+
+Loss = Callable[[Try], float | None]
+
+
+def search(method: Method, loss: Loss) -> tuple[list[Try], list[Try]]:
+    """(what is to be tried next, what was tried, the best first). Nothing is to be tried once the best rate is between
+    two others, half an octave apart; one that diverged counts as infinitely bad."""
+    points = [Try.of(setting, octave) for setting in method.settings() for octave in RATES]
+    known = {point: value for point in points if (value := loss(point)) is not None}
+    if len(known) < len(points):
+        return [point for point in points if point not in known], []
+    while True:
+        ranked = sorted(known, key=lambda point: known[point])
+        best = ranked[0]
+        rates = sorted(point.octave for point in known if point.setting == best.setting)
+        if best.octave == rates[-1]:
+            further = [best.octave + 2]
+        elif best.octave == rates[0]:
+            further = [best.octave - 2]
+        else:
+            further = [octave for octave in (best.octave - 1, best.octave + 1) if octave not in rates]
+        fresh = [Try(best.setting, octave) for octave in further if abs(octave) <= FARTHEST]
+        if not fresh:
+            return [], ranked
+        known |= {point: value for point in fresh if (value := loss(point)) is not None}
+        if missing := [point for point in fresh if point not in known]:
+            return missing, ranked
+
+
+@dataclass(frozen=True)
+class Found:
+    """A study's rows, and what is still to be run for each part of it."""
+
+    study: Study
+    rows: Mapping[str, Row]
+
+    def loss(self, run: Run, steps: int) -> float:
+        if run.key not in self.rows:
+            raise MissingRow(run)
+        return float(self.rows[run.key]["losses"].get(str(steps), math.inf))
+
+    def _places(self, method: Method) -> Sequence[float]:
+        """Where a method is searched: an enveloped one at each horizon, the others once."""
+        return self.study.horizons if method.enveloped else self.study.short[-1:]
+
+    def _tried(self, method: Method, point: Try, place: float) -> Iterator[tuple[Run, list[int]]]:
+        """The runs of a point at a place, and the steps at which their losses count."""
+        study = self.study
+        looks = [place] if method.scheduled else study.short
+        for seed in study.set_apart:
+            yield (
+                study.run(method, point, place, seed),
+                [study.steps(h * (1 + method.after)) for h in looks],
+            )
+
+    def tried(self, method: Method, place: float) -> Loss:
+        """The mean loss of a try, None before it was run."""
+
+        def loss(point: Try) -> float | None:
+            runs = list(self._tried(method, point, place))
+            if any(run.key not in self.rows for run, _ in runs):
+                return None
+            return statistics.fmean(self.loss(run, step) for run, steps in runs for step in steps)
+
+        return loss
+
+    def next_tries(self, methods: Iterable[Method]) -> list[Run]:
+        """What the searches want to know next; nothing once they are over."""
+        return [
+            run
+            for method in methods
+            if not method.published
+            for place in self._places(method)
+            for point in search(method, self.tried(method, place))[0]
+            for run, _ in self._tried(method, point, place)
+            if run.key not in self.rows
+        ]
+
+    def choice(self, method: Method) -> Choice:
+        """Of a search that is over."""
+        if method.published:
+            return Choice({place: [Try((), 0)] for place in self.study.horizons}, 0)
+        count, chosen = 0, {}
+        for place in self._places(method):
+            ranked = search(method, self.tried(method, place))[1]
+            count += len(ranked)
+            chosen[place] = ranked[: self.study.kept if method.enveloped else 1]
+        if not method.enveloped:
+            (points,) = chosen.values()
+            chosen = dict.fromkeys(self.study.horizons, points)
+        return Choice(chosen, count)
+
+    def final(self, method: Method, choice: Choice) -> list[Run]:
+        """The runs that count."""
+        study = self.study
+        if not method.scheduled:
+            (point,) = choice.points[study.horizons[-1]]
+            return [study.run(method, point, study.horizons[-1], seed, curve=True) for seed in study.seeds]
+        return [
+            study.run(method, point, horizon, seed)
+            for horizon in study.horizons
+            for point in choice.points[horizon]
+            for seed in study.seeds
+        ]
+
+    def without(self, method: Method, choice: Choice, part: str) -> tuple[Method, Choice]:
+        """A method with one of the recipe's parts as the paper has it."""
+        changed = dataclasses.replace(method, name=f"{method.name}, {part}", axes={}, published=True)
+        points = {
+            h: [Try.of({**dict(p.setting), **PARTS[part]}, p.octave) for p in ps] for h, ps in choice.points.items()
+        }
+        return changed, Choice(points, 0)
+
+    def rates(self, method: Method, choice: Choice, horizon: float) -> dict[float, Run]:
+        """Rate -> a run to a horizon, over a factor of 16 around the choice, on a seed set apart: tries go on there."""
+        study = self.study
+        point = choice.points[horizon][0]
+        swept = [Try(point.setting, point.octave + i) for i in SWEPT]
+        return {study.lr(p.octave): study.run(method, p, horizon, study.set_apart[0]) for p in swept}
+
+    def losses(self, method: Method, choice: Choice) -> dict[float, list[float]]:
+        """Horizon -> loss of each seed; of several settings kept, those of the one with the lowest mean."""
+        study, found = self.study, {}
+        for horizon in study.horizons:
+            steps = study.steps(horizon * (1 + method.after))
+            to = horizon if method.scheduled else study.horizons[-1]
+            found[horizon] = min(
+                (
+                    [
+                        self.loss(study.run(method, point, to, seed, curve=not method.scheduled), steps)
+                        for seed in study.seeds
+                    ]
+                    for point in choice.points[horizon]
+                ),
+                key=statistics.fmean,
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings that are run on the seeds that count, by horizon, and how many were tried before."""
+
+    points: Mapping[float, Sequence[Try]]
+    tried: int
+
+
+def freeze(path: Path, study: Study, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+    """Writes what was chosen, once: what is in the file already stays, and is given back."""
+    held: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    for name, choice in choices.items():
+        if name not in held:
+            said = {f"{h:g}": [[dict(p.setting), p.octave] for p in ps] for h, ps in choice.points.items()}
+            held[name] = {"tried": choice.tried, "rate": study.rate, "points": said, **origin()}
+    write_atomically(path, json.dumps(held, indent=1).encode())
+    frozen = {}
+    for name, entry in held.items():
+        if entry["rate"] != study.rate:
+            raise UserError(f"{path}: {name} was chosen at rates of {entry['rate']:g}, the study's is {study.rate:g}")
+        points = {float(h): [Try.of(setting, octave) for setting, octave in ps] for h, ps in entry["points"].items()}
+        frozen[name] = Choice(points, entry["tried"])
+    return frozen

@@ -1,0 +1,256 @@
+"""`anytime frontier`: searches, freezes and runs a study, then draws regrets from the rows alone."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..train.config import nearest
+from ..train.errors import UserError
+from ..train.files import write_atomically
+from . import draw
+from .anytime import METHODS, PARTS, RECIPE, Choice, Found, Method, Study, Try, freeze, study_of
+from .grid import Grid, Show
+from .recipes import MissingRow
+from .regret import Regret, span, token_ratio
+from .run import Run
+from .tables import Table, number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Say = Callable[[str], None]
+
+
+def methods_of(names: Sequence[str]) -> list[Method]:
+    """By name, all of them for none; those that make the envelope always."""
+    for name in names:
+        if name not in METHODS:
+            raise UserError(f"there is no method {name!r}{nearest(name, METHODS)}; there are {', '.join(METHODS)}")
+    return [m for m in METHODS.values() if m.enveloped or not names or m.name in names]
+
+
+def frontier(
+    name: str,
+    *,
+    methods: Sequence[str] = (),
+    data: str = "data",
+    out: Path | None = None,
+    work: Path | None = None,
+    jobs: int = 1,
+    device: str = "",
+    seconds: float | None = None,
+    agree: Callable[[str], bool] = lambda text: True,
+    say: Say = lambda text: None,
+    showing: Callable[[], AbstractContextManager[Show]] | None = None,
+) -> Path | None:
+    """A study by name, from where its rows stand; the page, or None if not agreed or if time ran out before its end."""
+    study, chosen = study_of(name), methods_of(methods)
+    out = out or Path("results/frontier") / name
+    work = work or Path("runs/frontier") / name
+    rows, frozen = out / "rows.jsonl", out / "frozen.json"
+    ends = math.inf if seconds is None else time.monotonic() + seconds
+    with Grid(rows, work, data=data, jobs=jobs, device=device) as grid:
+        found = Found(study, grid.rows)
+
+        def held() -> dict[str, Choice]:
+            """What the searches found, which are over."""
+            return freeze(frozen, study, {m.name: found.choice(m) for m in chosen})
+
+        tries = found.next_tries(chosen)
+        choices = {m.name: _guess(study, m) for m in chosen} if tries else held()
+        cost = grid.estimate([*tries, *finals(found, chosen, choices), *besides(found, chosen, choices)])
+        if cost.runs and not agree(f"{name}: at least {cost} at {jobs} at once"):
+            return None
+        with nullcontext() if showing is None else showing() as show:
+
+            def fill(runs: Sequence[Run]) -> bool:
+                """Whether all of it was run."""
+                grid.seconds = None if ends == math.inf else max(0.0, ends - time.monotonic())
+                grid.fill(runs, show)
+                return not grid.missing(runs)
+
+            while tries := found.next_tries(chosen):
+                if not fill(tries):
+                    return None
+            choices = held()
+            if not fill([*finals(found, chosen, choices), *besides(found, chosen, choices)]):
+                return None
+        return redraw(found, chosen, choices, out, say)
+
+
+def finals(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice]) -> list[Run]:
+    return [run for m in methods for run in found.final(m, choices[m.name])]
+
+
+def besides(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice]) -> list[Run]:
+    """Ablations of the recipe, and the sweep of its rate and of the envelope's."""
+    recipe = METHODS[RECIPE]
+    if recipe not in methods:
+        return []
+    parts = [run for part in PARTS for run in found.final(*found.without(recipe, choices[RECIPE], part))]
+    return [*parts, *(run for m in swept(methods) for run in found.rates(m, choices[m.name], middle(found)).values())]
+
+
+def swept(methods: Sequence[Method]) -> list[Method]:
+    return [m for m in methods if m.enveloped or m.name == RECIPE]
+
+
+def middle(found: Found) -> float:
+    """The horizon of the rate sweep: the second, where there are several."""
+    return found.study.horizons[:2][-1]
+
+
+def _guess(study: Study, method: Method) -> Choice:
+    """Before anything was run: what it costs does not depend on the settings."""
+    point = Try.of(next(method.settings()), 0)
+    return Choice({horizon: [point] for horizon in study.horizons}, 0)
+
+
+def redraw(
+    found: Found, methods: Sequence[Method], choices: Mapping[str, Choice], out: Path, say: Say = lambda text: None
+) -> Path:
+    """The page of a study."""
+    study = found.study
+    try:
+        losses = {m.name: found.losses(m, choices[m.name]) for m in methods}
+    except MissingRow as missing:
+        raise UserError(f"{missing}; make it by: anytime frontier {study.name} --out {out}") from None
+    envelope = min_by_horizon([losses[m.name] for m in methods if m.enveloped])
+    parts = [regrets(study, methods, losses, envelope, choices)]
+    if METHODS[RECIPE] in methods:
+        parts += [ablations(found, choices[RECIPE], losses[RECIPE]), spans(found, swept(methods), choices)]
+    parts.append(settings(study, methods, choices))
+    figure = out / "frontier"
+    draw.save(lambda _: picture(found, methods, choices, envelope), found, figure)
+    text = (
+        f"# One run against the schedule tuned for each horizon, {study.name}\n\n"
+        f"Seeds {', '.join(map(str, study.seeds))}; settings chosen on seed"
+        f"{'s' * (len(study.set_apart) > 1)} {', '.join(map(str, study.set_apart))}. 1× is {study.steps(1):,} steps. "
+        f"Drawn from rows.jsonl by `anytime frontier {study.name}`; what was chosen is in frozen.json.\n\n"
+        "![losses over tokens](frontier.svg)\n\n" + "\n".join(f"## {part.title}\n\n{part.markdown()}" for part in parts)
+    )
+    write_atomically(out / "index.md", text.encode())
+    say(parts[0].title)
+    return out / "index.md"
+
+
+def min_by_horizon(losses: Sequence[Mapping[float, Sequence[float]]]) -> dict[float, Sequence[float]]:
+    """The envelope: at each horizon, the losses by seed of what has the lowest mean."""
+    return {h: min((each[h] for each in losses), key=statistics.fmean) for h in losses[0]}
+
+
+def regrets(
+    study: Study,
+    methods: Sequence[Method],
+    losses: Mapping[str, Mapping[float, Sequence[float]]],
+    envelope: Mapping[float, Sequence[float]],
+    choices: Mapping[str, Choice],
+) -> Table:
+    marks = [f"{h:g}×" for h in study.horizons]
+    body = []
+    means = {h: statistics.fmean(values) for h, values in envelope.items()}
+    for method in methods:
+        found = losses[method.name]
+        regret = Regret.of(found, envelope)
+        ratio = token_ratio(means, study.horizons[-1], statistics.fmean(found[study.horizons[-1]]))
+        body.append(
+            [
+                method.name,
+                *(number(found[h], 4) for h in study.horizons),
+                *(_signed(regret.means[h]) for h in study.horizons),
+                _interval(regret.most),
+                _interval(regret.mean),
+                "–" if ratio is None else f"{ratio:.2f}",
+                str(choices[method.name].tried),
+            ]
+        )
+    head = ["", *marks, *(f"R {m}" for m in marks), "max R", "mean R", f"ρ {marks[-1]}", "tries"]
+    note = (
+        "Loss at X, nats a token, mean ± standard deviation over the seeds. R: above the envelope, seed by seed; in "
+        "brackets the upper end of the 95% interval. ρ: the part of the last horizon's tokens that the envelope needs "
+        "for the same loss."
+    )
+    return Table(f"Regret against the envelope, {study.name}", head, body, note)
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "−") if math.isfinite(value) else "diverged"
+
+
+def _interval(pair: tuple[float, float]) -> str:
+    value, upper = pair
+    return _signed(value) + (f" ({_signed(upper)})" if math.isfinite(upper) else "")
+
+
+def ablations(found: Found, choice: Choice, recipe: Mapping[float, Sequence[float]]) -> Table:
+    horizons = found.study.horizons
+    body = []
+    for part in PARTS:
+        worse = Regret.of(found.losses(*found.without(METHODS[RECIPE], choice, part)), recipe)
+        mean, upper = worse.mean
+        interval = f" ± {upper - mean:.4f}" if math.isfinite(upper) else ""
+        body.append([part, *(_signed(worse.means[h]) for h in horizons), _signed(mean) + interval])
+    note = "Loss above the recipe's, seed by seed; ± half of the 95% interval."
+    return Table("The recipe without its parts", ["", *(f"{h:g}×" for h in horizons), "mean"], body, note)
+
+
+def spans(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice]) -> Table:
+    steps = found.study.steps(middle(found))
+    body = []
+    for method in methods:
+        losses = {
+            r: found.loss(run, steps) for r, run in found.rates(method, choices[method.name], middle(found)).items()
+        }
+        width, seen = span(losses)
+        said = " ".join(f"{rate:g}: {number([loss], 4)}" for rate, loss in losses.items())
+        body.append([method.name, f"{'' if seen else '≥ '}{width:.2f}", said])
+    return Table(
+        f"Rates within 0.02 of the best at {middle(found):g}×", ["", "log₂ of the range", "losses by rate"], body
+    )
+
+
+def settings(study: Study, methods: Sequence[Method], choices: Mapping[str, Choice]) -> Table:
+    """What was frozen."""
+    body = []
+    for method in methods:
+        for horizon in study.horizons if method.enveloped else study.horizons[-1:]:
+            for point in choices[method.name].points[horizon]:
+                said = ", ".join(f"{k} {v}" for k, v in point.setting)
+                at = f"{horizon:g}×" if method.enveloped else "all"
+                body.append([method.name, at, f"{study.lr(point.octave):g}", said])
+    return Table("Settings", ["", "horizon", "rate", "others"], body)
+
+
+def picture(
+    found: Found, methods: Sequence[Method], choices: Mapping[str, Choice], envelope: Mapping[float, Sequence[float]]
+) -> Figure:
+    """Every horizon-free method one line, the envelope stars."""
+    study = found.study
+    figure, (axes,) = draw.panels(1, width=6.4, height=4.2)
+    axes.set_xscale("log")
+    marks = [study.steps(h) for h in study.horizons]
+    axes.set_xlim(marks[0] * 0.7, marks[-1] * 1.05)
+    heights: list[float] = []
+    colours = [draw.GREEN, draw.BLUE, draw.ORANGE, draw.SKY, draw.PINK, draw.GREY]
+    for i, method in enumerate(reversed([m for m in methods if not m.scheduled])):
+        runs = found.final(method, choices[method.name])
+        curves = [found.rows[run.key]["losses"] for run in runs]
+        steps = sorted(int(s) for s in curves[0] if all(s in c for c in curves) and int(s) >= marks[0] * 0.7)
+        values = [statistics.fmean(c[str(s)] for c in curves) for s in steps]
+        axes.plot(steps, values, color=colours[i % len(colours)], label=method.name)
+        heights += values
+    points = [statistics.fmean(envelope[h]) for h in study.horizons]
+    axes.plot(marks, points, "*", color=draw.RED, markersize=9, label="NorMuon, tuned for each horizon", zorder=5)
+    axes.set_xticks(marks, [f"{h:g}×" for h in study.horizons])
+    axes.minorticks_off()
+    draw.fit_heights(axes, [*heights, *points], most=max(points) + 0.1)
+    axes.set_xlabel("multiples of 20 tokens a parameter")
+    axes.set_ylabel("validation loss at X")
+    axes.legend()
+    return figure

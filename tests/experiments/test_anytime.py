@@ -1,0 +1,368 @@
+"""The protocol of the frontier: searches, what is frozen, regrets; on made-up losses, and once on real runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anytime.experiments import frontier
+from anytime.experiments.anytime import (
+    FARTHEST,
+    METHODS,
+    PARTS,
+    RATES,
+    RECIPE,
+    STUDIES,
+    SWEPT,
+    TRIES,
+    Choice,
+    Found,
+    Method,
+    Study,
+    Try,
+    freeze,
+    search,
+    study_of,
+)  # fmt: skip
+from anytime.experiments.recipes import MissingRow
+from anytime.experiments.regret import Regret, span, student, token_ratio
+from anytime.train.errors import UserError
+
+NANO = STUDIES["nano"]
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+@pytest.mark.parametrize(
+    ("freedom", "value"), [(1, 12.7062), (2, 4.30265), (3, 3.18245), (8, 2.30600), (30, 2.04227), (1000, 1.96234)]
+)
+def test_students_quantile(freedom, value):
+    assert student(freedom) == pytest.approx(value, abs=2e-5)
+
+
+def test_students_quantile_of_another_part():
+    assert student(4, 0.95) == pytest.approx(2.13185, abs=2e-5)
+
+
+def test_regret_by_hand():
+    regret = Regret.of({1: [3.0, 3.2], 2: [2.5, 2.5]}, {1: [2.9, 3.1], 2: [2.5, 2.6]})
+    assert regret.means == pytest.approx({1: 0.1, 2: -0.05})
+    most, upper = regret.most
+    spread = math.sqrt((0.05**2 + 0.05**2) / 2)  # two horizons, two seeds: two degrees of freedom
+    assert most == pytest.approx(0.1)
+    assert upper == pytest.approx(0.1 + student(2) * spread / math.sqrt(2))
+    mean, upper = regret.mean
+    assert mean == pytest.approx(0.025)  # the seeds' own are 0.05 and 0
+    assert upper == pytest.approx(0.025 + student(1) * statistics.stdev([0.05, 0.0]) / math.sqrt(2))
+
+
+def test_one_seed_has_no_interval():
+    regret = Regret.of({1: [3.0]}, {1: [2.9]})
+    assert regret.most == (pytest.approx(0.1), math.inf)
+    assert regret.mean == (pytest.approx(0.1), math.inf)
+
+
+def test_the_interval_holds_the_true_mean_nineteen_times_in_twenty():
+    draw, missed = random.Random(0), 0
+    for _ in range(2000):
+        mean, upper = Regret({1: [draw.gauss(0, 1) for _ in range(4)]}).mean
+        missed += not 2 * mean - upper <= 0 <= upper
+    assert 70 <= missed <= 130
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(0.3, 3), st.floats(1.5, 3.9), st.floats(0.5, 3))
+def test_token_ratio_undoes_a_power_law(ratio, horizon, slope):
+    """On a curve that is straight over log H, the ratio is exact."""
+    envelope = {h: 4 - slope * math.log(h) for h in (1, 2, 4, 8)}
+    wanted = ratio * horizon
+    found = token_ratio(envelope, horizon, 4 - slope * math.log(wanted))
+    if 1 <= wanted <= 8:
+        assert found == pytest.approx(ratio, rel=1e-6)
+    else:
+        assert found is None
+
+
+def test_span_of_a_parabola():
+    rates = [2.0 ** (k / 2) for k in range(-4, 5)]
+    width, seen = span({r: 3 + 0.05 * math.log2(r) ** 2 for r in rates}, within=0.05)
+    assert seen
+    assert width == pytest.approx(2.0)
+    width, seen = span({r: 3 + 0.001 * math.log2(r) ** 2 for r in rates})
+    assert not seen
+    assert width == pytest.approx(4.0)
+
+
+def test_span_between_points_and_beside_a_divergence():
+    losses = {1.0: 3.04, 2.0: 3.0, 4.0: math.inf}
+    width, seen = span(losses)
+    assert seen
+    assert width == pytest.approx(0.5)
+    assert span({1.0: math.inf, 2.0: 3.0, 4.0: 3.01, 8.0: 3.1, 16.0: 3.0})[0] == pytest.approx(1 + 0.01 / 0.09)
+
+
+# -------------------------------------------------------------------- searches
+
+
+def bowl(best, centre):
+    """A loss with its least at a setting and a rate."""
+    return lambda point: 3 + 0.1 * abs(point.octave - centre) + (point.setting != best.setting)
+
+
+@pytest.mark.parametrize("centre", [-9, -5, -1, 0, 1, 2, 3, 6, 9])
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_search_ends_at_the_best_between_its_neighbours(centre, number):
+    method = METHODS["NorMuon"]
+    best = Try.of(list(method.settings())[number], 0)
+    loss, known, asked = bowl(best, centre), {}, []
+    while True:
+        missing, ranked = search(method, known.get)
+        if not missing:
+            break
+        assert not set(missing) & known.keys()
+        asked.append(missing)
+        known |= {point: loss(point) for point in missing}
+    assert len(asked[0]) == TRIES
+    assert ranked[0] == Try(best.setting, centre)
+    assert set(ranked) == known.keys()
+    assert {Try(best.setting, centre + way) for way in (-1, 1)} <= known.keys()
+    assert ranked == sorted(ranked, key=known.get)
+
+
+@pytest.mark.parametrize(("slope", "end"), [(-1.0, FARTHEST), (1.0, -FARTHEST)])
+def test_a_search_does_not_go_on_for_ever(slope, end):
+    known = {}
+    while missing := search(METHODS["NorMuon"], known.get)[0]:
+        known |= {point: slope * point.octave for point in missing}
+    assert max(abs(point.octave) for point in known) == FARTHEST
+    assert search(METHODS["NorMuon"], known.get)[1][0].octave == end
+
+
+def test_what_diverged_is_never_the_best():
+    known = {}
+    while missing := search(METHODS["anytime"], known.get)[0]:
+        known |= {point: math.inf if point.octave >= 0 else 3.0 + 0.01 * abs(point.octave + 1) for point in missing}
+    ranked = search(METHODS["anytime"], known.get)[1]
+    assert ranked[0].octave == -1
+    assert known[ranked[0]] == 3.0
+
+
+def test_every_method_has_as_many_points():
+    for method in METHODS.values():
+        points = {Try.of(s, o) for s in method.settings() for o in RATES}
+        assert method.published or len(points) == TRIES
+    with pytest.raises(ValueError, match="has 3 points in its grid, the others 12"):
+        Method("few", {"name": "SFNorMuon"})
+
+
+def test_all_runs_can_be_trained():
+    """Their settings are of optimizers that take them, at every study; and no two runs are the same."""
+    from anytime.train.build import OURS, optimizer_class, with_horizon
+    from anytime.train.model import GPT
+
+    model = GPT(NANO.run(METHODS["anytime"], Try((), 0), 1, 0).config.model)
+    for study in STUDIES.values():
+        keys = []
+        for method in METHODS.values():
+            for point in (Try.of(s, o) for s in method.settings() for o in RATES):
+                run = study.run(method, point, study.horizons[0], 0)
+                config = with_horizon(run.config)
+                assert run.steps == study.steps(study.horizons[0] * (1 + method.after))
+                keys.append(run.key)
+                said = {k: v for k, v in run.settings["optimizer"].items() if k not in OURS}
+                assert "warmup" not in said.values()
+                if study is NANO:
+                    optimizer_class(config.optimizer.name)(model, **said)
+        assert len(set(keys)) == len(keys)
+
+
+def test_the_warmup_stands_in_for_its_name():
+    options = dataclasses.replace(NANO, warmup=77).run(METHODS["anytime"], Try((), 0), 1, 0).settings["optimizer"]
+    assert options["warmup_steps"] == options["averaging_warmup"] == options["beta_growth_start"] == 77
+
+
+def test_a_cooldown_that_is_not_charged_is_run_beyond_its_horizon():
+    method = METHODS["NorMuon, 1 − √ cooldown not charged"]
+    options = STUDIES["2M"].run(method, Try.of({"momentum": 0.9}, 0), 2, 0).config.optimizer
+    assert options.horizon == STUDIES["2M"].steps(2.4)
+    assert options.horizon * (1 - options.decay_part) == pytest.approx(STUDIES["2M"].steps(2), abs=1)
+
+
+def test_studies_by_name():
+    assert study_of("2M").steps(1) == 1150
+    with pytest.raises(UserError, match="there is no study '2m'"):
+        study_of("2m")
+    with pytest.raises(UserError, match="did you mean 'anytime'"):
+        frontier.methods_of(["anytme"])
+    assert [m.name for m in frontier.methods_of(["anytime"])] == ["NorMuon", "anytime"]
+    assert frontier.methods_of([]) == list(METHODS.values())
+
+
+# ----------------------------------------------------------- from try to page
+
+HEIGHT = {"NorMuon": 1.0, "anytime": 1.02}
+
+
+def made_up(study: Study, run, offset=0.0):
+    """Losses fall with the steps; the rate is best 1/√2 below the study's for schedules, at twice it for the rest."""
+    free = "to " not in run.name.split(",")[0]
+    away = abs(round(2 * math.log2(run.config.optimizer.lr / study.rate)) / 2 - (1.0 if free else -0.5))
+    worse = 0.05 * (run.config.optimizer.momentum != 0.9) + 0.03 * (run.config.optimizer.schedule == "linear")
+    worse += 0.2 * sum(part in run.name for part in PARTS)
+    height = next((h for name, h in HEIGHT.items() if run.name.startswith(name)), 1.3)
+
+    def loss(steps):
+        return round(2 + height * (1 + 0.1 * away + worse) * 10 / math.sqrt(steps) + run.seed / 1000 + offset, 6)
+
+    return {"key": run.key, "name": run.name, "seed": run.seed, "losses": {str(s): loss(s) for s in run.config.eval_at}}
+
+
+def finished(study, methods, **more):
+    """All rows of a study, tried, chosen and run."""
+    rows = {}
+    found = Found(study, rows)
+    rounds = []
+    while tries := found.next_tries(methods):
+        rounds.append(tries)
+        rows |= {run.key: made_up(study, run, **more) for run in tries}
+    choices = {m.name: found.choice(m) for m in methods}
+    runs = [*frontier.finals(found, methods, choices), *frontier.besides(found, methods, choices)]
+    rows |= {run.key: made_up(study, run) for run in runs}
+    return found, choices, rounds
+
+
+@pytest.fixture(scope="module")
+def whole():
+    methods = frontier.methods_of(["anytime", "SF-NorMuon, the paper's"])
+    return methods, *finished(NANO, methods)
+
+
+def test_tries_are_on_seeds_set_apart_and_short_horizons(whole):
+    _, _, _, rounds = whole
+    tried = [run for runs in rounds for run in runs]
+    assert {run.seed for run in tried} == set(NANO.set_apart)
+    assert not {run.seed for run in tried} & set(NANO.seeds)
+    free = [run for run in tried if run.name.startswith("anytime")]
+    assert {run.steps for run in free} == {NANO.steps(NANO.short[-1])}
+    assert {run.steps for run in tried if run.name.startswith("NorMuon")} == {NANO.steps(h) for h in NANO.horizons}
+    assert not any(run.name.startswith("SF-NorMuon, the paper's") for run in tried)
+
+
+def test_the_best_are_chosen(whole):
+    _, _, choices, _ = whole
+    for horizon in NANO.horizons:
+        first, second = choices["NorMuon"].points[horizon]
+        assert dict(first.setting) == {"momentum": 0.9, "schedule": "cosine"}
+        assert first.octave == -1
+        assert second != first
+    (point,) = choices["anytime"].points[2]
+    assert dict(point.setting)["momentum"] == 0.9
+    assert point.octave == 2
+    assert choices["anytime"].tried == TRIES + 3  # one rate beyond the grid, two between
+    assert choices["SF-NorMuon, the paper's"] == Choice({h: [Try((), 0)] for h in NANO.horizons}, 0)
+
+
+def test_the_losses_that_count_are_of_other_seeds(whole):
+    _, found, choices, _ = whole
+    losses = found.losses(METHODS["NorMuon"], choices["NorMuon"])
+    steps = NANO.steps(1)
+    expected = [2 + 10 / math.sqrt(steps) + seed / 1000 for seed in NANO.seeds]
+    assert losses[1] == pytest.approx(expected, abs=1e-5)
+
+
+def test_of_several_kept_the_one_with_the_lowest_mean_counts(whole):
+    _, found, choices, _ = whole
+    _, second = choices["NorMuon"].points[1]
+    rows = dict(found.rows)
+    for seed in NANO.seeds:
+        run = NANO.run(METHODS["NorMuon"], second, 1, seed)
+        rows[run.key] = {**rows[run.key], "losses": {str(run.steps): 1.5 + seed}}
+    assert Found(NANO, rows).losses(METHODS["NorMuon"], choices["NorMuon"])[1] == [1.5, 2.5]
+
+
+def test_a_row_that_is_missing_is_named(whole, tmp_path):
+    methods, found, choices, _ = whole
+    gone = found.final(METHODS["anytime"], choices["anytime"])[1]
+    rows = {key: row for key, row in found.rows.items() if key != gone.key}
+    with pytest.raises(MissingRow, match=r"anytime, averaging_power .*, seed 1, 560 steps"):
+        Found(NANO, rows).losses(METHODS["anytime"], choices["anytime"])
+    with pytest.raises(UserError, match="anytime frontier nano"):
+        frontier.redraw(Found(NANO, rows), methods, choices, tmp_path)
+
+
+def test_what_was_chosen_stays(whole, tmp_path):
+    """Later rows cannot change it, and another rate cannot be mistaken for it."""
+    _, _, choices, _ = whole
+    path = tmp_path / "frozen.json"
+    assert freeze(path, NANO, choices) == choices
+    assert json.loads(path.read_text())["anytime"]["tried"] == choices["anytime"].tried
+    other = Choice({h: [Try((), 5)] for h in NANO.horizons}, 3)
+    again = freeze(path, NANO, {**choices, "anytime": other, "AMUSE": other})
+    assert again["anytime"] == choices["anytime"]
+    assert again["AMUSE"] == other
+    with pytest.raises(UserError, match=r"was chosen at rates of 0\.05, the study's is 0\.1"):
+        freeze(path, dataclasses.replace(NANO, rate=0.1), {})
+
+
+def test_the_page(whole, tmp_path):
+    methods, found, choices, _ = whole
+    page = frontier.redraw(found, methods, choices, tmp_path).read_text("utf-8")
+    body = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| anytime ")]
+    loss = 2 + 1.02 * 10 / math.sqrt(NANO.steps(1)) + 0.0005
+    regret = 0.02 * 10 / math.sqrt(NANO.steps(1))
+    cells = [cell.strip() for cell in body[0]]
+    assert cells[1].startswith(f"{loss:.4f}")
+    assert cells[3] == f"+{regret:.4f}"
+    assert cells[5].startswith(f"+{regret:.4f} (+")
+    for part in PARTS:
+        line = next(line for line in page.splitlines() if line.startswith(f"| {part} "))
+        worse = 1.02 * 0.2 * 10 / math.sqrt(NANO.steps(1))
+        assert f"+{worse:.4f}" in line
+    assert (tmp_path / "frontier.svg").stat().st_size > 2000
+    assert (tmp_path / "frontier.pdf").exists()
+    assert "≥" not in page
+
+
+def test_the_sweep_spans_a_factor_of_sixteen(whole):
+    _, found, choices, _ = whole
+    rates = sorted(found.rates(METHODS[RECIPE], choices[RECIPE], 2))
+    assert len(rates) == len(SWEPT)
+    assert rates[-1] / rates[0] == pytest.approx(16, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_small_study_from_its_first_try_to_its_page(tmp_path, monkeypatch, words):
+    """Real runs, of a study of a few steps; when time runs out it stops, and goes on from its rows."""
+    tiny = dataclasses.replace(
+        NANO, name="tiny", horizons=(0.02, 0.04), short=(0.01, 0.02), kept=1, warmup=2,
+        settings={**NANO.settings, "data": {}},
+    )  # fmt: skip
+    monkeypatch.setitem(STUDIES, "tiny", tiny)
+    for name, value in (("TRIES", 3), ("FARTHEST", 3), ("SWEPT", range(-1, 2))):
+        monkeypatch.setattr(f"anytime.experiments.anytime.{name}", value)
+    two = {
+        "NorMuon": Method(
+            "NorMuon", METHODS["NorMuon"].options | {"schedule": "cosine"}, scheduled=True, enveloped=True
+        ),
+        "anytime": Method("anytime", METHODS["anytime"].options),
+    }
+    monkeypatch.setattr("anytime.experiments.frontier.METHODS", two)
+    places = {"out": tmp_path / "out", "work": tmp_path / "work", "data": str(words)}
+    assert frontier.frontier("tiny", **places, seconds=1e-3) is None
+    assert not (tmp_path / "out" / "frozen.json").exists()
+    page = frontier.frontier("tiny", **places)
+    rows = (tmp_path / "out" / "rows.jsonl").read_bytes()
+    assert page is not None
+    assert "| anytime " in page.read_text("utf-8")
+    costs = []
+    assert frontier.frontier("tiny", **places, agree=costs.append) == page
+    assert costs == []
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes() == rows
