@@ -67,7 +67,7 @@ def _warn(text: str) -> None:
 
 
 def _overview() -> str:
-    lines = [f"  {name:<8}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
     return "anytime: train without knowing how long\n\n" + "\n".join(lines) + "\n\nanytime COMMAND --help says more."
 
 
