@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,7 +41,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import anytime
 from anytime import storage
-from anytime.storage import Entry, Index, Part, Region, read_into, regions_of, write_regions
+from anytime.storage import dcp as ours
+from anytime.storage import regions as stored
+from anytime.storage.regions import Entry, Index, Part, Region, read_into, regions_of, write_regions
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 PROCESSES = 4
@@ -202,8 +205,8 @@ def test_many_parts_are_checked_quickly(monkeypatch, shape):
     """As thousands of processes would have them, each looks at its neighbours alone."""
     parts = tuple(Part("f", "", (r, c), (1, 1)) for r in range(shape[0]) for c in range(shape[1]))
     looks = []
-    overlap = storage._overlap
-    monkeypatch.setattr(storage, "_overlap", lambda *given: looks.append(1) or overlap(*given))
+    overlap = stored._overlap
+    monkeypatch.setattr(stored, "_overlap", lambda *given: looks.append(1) or overlap(*given))
     Index({"w": Entry(torch.float32, shape, parts)}).check()
     assert len(looks) <= 4 * len(parts)
 
@@ -235,7 +238,7 @@ def test_names_in_a_file_are_unique_and_plain_where_they_can_be(tmp_path):
 
 def test_describe_says_what_will_be_written(tmp_path):
     regions = [cut("w", filled((4, 2)), ((0, 2), (0, 2))), *regions_of("b", torch.tensor(True))]
-    described = storage.describe("0.safetensors", regions)
+    described = stored.describe("0.safetensors", regions)
     assert not [*tmp_path.iterdir()]
     assert write_regions(tmp_path / "0.safetensors", regions) == described
     assert write_regions(tmp_path / "1.safetensors", []) == Index()
@@ -304,8 +307,8 @@ def test_only_what_is_needed_is_read(tmp_path, monkeypatch):
     (tmp_path / "2.safetensors").unlink()
     region = cut("w", torch.ones(6, 2), ((1, 3), (0, 2)))
     taken = []
-    take = storage._taken
-    monkeypatch.setattr(storage, "_taken", lambda *given: taken.append(take(*given)) or taken[-1])
+    take = stored.piece
+    monkeypatch.setattr(stored, "piece", lambda *given: taken.append(take(*given)) or taken[-1])
     read_into(tmp_path, index, [region])
     assert same(region.tensor, whole[1:3])
     assert [tuple(piece.shape) for piece in taken] == [(1, 2), (1, 2)]
@@ -427,13 +430,13 @@ def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path, value, words
     )
 )
 def test_values_survive_json(value):
-    text = json.dumps(storage.to_json("v", value), allow_nan=False)
-    assert equal(storage.from_json(json.loads(text)), value)
+    text = json.dumps(stored.to_json("v", value), allow_nan=False)
+    assert equal(stored.from_json(json.loads(text)), value)
 
 
 def test_a_nan_survives_json():
-    text = json.dumps(storage.to_json("v", (math.nan,)), allow_nan=False)
-    assert math.isnan(storage.from_json(json.loads(text))[0])
+    text = json.dumps(stored.to_json("v", (math.nan,)), allow_nan=False)
+    assert math.isnan(stored.from_json(json.loads(text))[0])
 
 
 def test_planners_that_pickle_are_refused(saved, tmp_path):
@@ -476,10 +479,11 @@ def calls(monkeypatch: pytest.MonkeyPatch, stop: int | None) -> list[str]:
 
         monkeypatch.setattr(module, name, watched)
 
-    for name in ("save_file", "_sync"):
-        watch(storage, name)
-    for module, name in ((storage.os, "rename"), (storage.shutil, "rmtree"), (Path, "mkdir"), (Path, "write_text")):
-        watch(module, name)
+    for module, names in ((stored, "save_file sync"), (ours, "sync"), (os, "rename"), (shutil, "rmtree")):
+        for name in names.split():
+            watch(module, name)
+    for name in ("mkdir", "write_text"):
+        watch(Path, name)
     return log
 
 
@@ -495,12 +499,12 @@ def test_a_save_that_is_killed_leaves_what_was_there(tmp_path, monkeypatch, ther
     with monkeypatch.context() as patch:
         log = calls(patch, None)
         write(folder, old)
-    start, write_files = ["rmtree", "mkdir"], ["save_file", "_sync", "write_text", "_sync", "_sync"]
-    assert log == [*start, *write_files, "rmtree", "rename", "_sync", "rmtree"]
+    start, write_files = ["rmtree", "mkdir"], ["save_file", "sync", "write_text", "sync", "sync"]
+    assert log == [*start, *write_files, "rmtree", "rename", "sync", "rmtree"]
     steps = len(log) + there
     seen = set()
     for stop in range(steps):
-        storage.save(folder, old) if there else storage.shutil.rmtree(folder, ignore_errors=True)
+        storage.save(folder, old) if there else shutil.rmtree(folder, ignore_errors=True)
         with monkeypatch.context() as patch:
             log = calls(patch, stop)
             with pytest.raises(dcp.CheckpointException):
@@ -556,9 +560,9 @@ def test_what_a_killed_save_left_does_not_get_in(tmp_path):
 
 def test_a_failed_save_cleans_up(tmp_path, monkeypatch):
     def full(*_: Any) -> None:
-        raise storage.SafetensorError("No space left on device")
+        raise stored.SafetensorError("No space left on device")
 
-    monkeypatch.setattr(storage, "save_file", full)
+    monkeypatch.setattr(stored, "save_file", full)
     with pytest.raises(OSError, match=r"part-00000.safetensors could not be written: No space left"):
         storage.save(tmp_path / "checkpoint", state())
     assert not [*tmp_path.iterdir()]
@@ -599,7 +603,7 @@ def of_w(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no folder": (lambda f: storage.shutil.rmtree(f), "checkpoint is no checkpoint: it has no index.json"),
+    "no folder": (lambda f: shutil.rmtree(f), "checkpoint is no checkpoint: it has no index.json"),
     "no index": (lambda f: (f / "index.json").unlink(), "is no checkpoint: it has no index.json"),
     "no JSON": (lambda f: (f / "index.json").write_text('{"format": 1,'), "index.json is damaged: JSONDecodeError"),
     "no text": (lambda f: (f / "index.json").write_bytes(b"\x80\x04"), "index.json is damaged: UnicodeDecodeError"),

@@ -41,7 +41,7 @@ FORKS = """
 import json, os, shutil, signal, sys, threading
 from pathlib import Path
 import anytime.cli, anytime.train.display, anytime.train.loop, anytime.train.sinks, tyro
-from anytime import storage
+from anytime.storage import regions
 from anytime.train import checkpoint
 
 def child(order):
@@ -70,7 +70,7 @@ def watch(thread, kill_at):
         setattr(place, name, call)
     for name in ("fsync", "rename", "replace", "truncate", "unlink", "mkdir", "rmdir"):
         wrap(os, name)
-    plain_text, plain_tensors = Path.write_text, storage.save_file
+    plain_text, plain_tensors = Path.write_text, regions.save_file
     def write_text(path, text, **named):
         event("write_text")
         plain_text(path, text[: len(text) // 2], **named)
@@ -83,7 +83,7 @@ def watch(thread, kill_at):
         path.write_bytes(whole[: len(whole) // 2])
         event("half of save_file")
         plain_tensors(tensors, path)
-    Path.write_text, checkpoint.save_file, storage.save_file = write_text, save_file, save_file
+    Path.write_text, checkpoint.save_file, regions.save_file = write_text, save_file, save_file
 
 for line in sys.stdin:
     pid = os.fork()

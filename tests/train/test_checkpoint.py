@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 from anytime import __version__, storage
-from anytime.storage import regions_of
+from anytime.storage.regions import regions_of
 from anytime.train import checkpoint
 from anytime.train.checkpoint import Snapshot, Writer
 from anytime.train.config import Config, merged

@@ -560,15 +560,15 @@ def test_settings_that_differ(ranks, bench):
 
 FULL = """
 import errno, threading
-from anytime import storage
-plain, count = storage.save_file, [0]
+from anytime.storage import regions
+plain, count = regions.save_file, [0]
 def save(tensors, path):
     count[0] += 1
     if rank == 1 and count[0] in (2, 3):
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
     plain(tensors, path)
-storage.save_file = save
+regions.save_file = save
 """
 
 

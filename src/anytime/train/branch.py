@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..storage import regions_of
+from ..storage.regions import regions_of
 from .build import build_optimizer, optimizer_class, with_horizon
 from .checkpoint import FORMAT, MODEL, Snapshot, read_resume, read_state, read_tensors, weights, write_checkpoint
 from .config import Config, Cooldown, flat, merged, plain, to_toml

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..storage import DTYPES, INDEX, Entry, Index, Part, Region, read_into, regions_of, write_regions
+from ..storage.regions import DTYPES, INDEX, Entry, Index, Part, Region, read_into, regions_of, write_regions
 from .errors import UserError
 from .files import by_umask, sync_folder, write_atomically
 from .parallel import Peers
