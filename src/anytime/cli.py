@@ -614,7 +614,7 @@ def paper(
 
     Runs what has no row yet, once its cost is agreed to, and draws from the rows alone. An interrupted one goes on when
     the same command is given again. Items: main, loss, comparison, optimizers, decay, sequences, ablation, steady,
-    layers, rates, rates-adamw, architecture, budgets, space, best, memory; all by default.
+    layers, prediction, rates, rates-adamw, architecture, budgets, space, best, memory; all by default.
 
     Args:
         items: tables and figures by name.

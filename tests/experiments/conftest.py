@@ -42,6 +42,7 @@ def made_up(recipes: Recipes, run):
         step: {
             "rho": 0.05 + 0.1 * (1 - math.exp(-step / 200)) * factor,
             "change": 0.5 / step,
+            "update_rms": 0.2,
             "alpha": -0.03 + 0.1 / math.sqrt(step),
             "predicted": 0.06 + 0.1 * (1 - math.exp(-step / 220)),
         }

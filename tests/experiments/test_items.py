@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 
@@ -12,6 +13,7 @@ from anytime.experiments.items import ITEMS
 from anytime.experiments.recipes import Found, MissingRow, Recipes
 from anytime.experiments.scales import SCALES
 from anytime.experiments.tables import Table, amount, first_at, number, percent, saved, tex
+from anytime.theory import rho_quasi_steady
 
 
 def test_the_step_at_which_a_loss_is_reached():
@@ -223,3 +225,45 @@ def test_a_missing_row_is_told_by_name(name, found):
         return
     with pytest.raises(MissingRow, match=r"no row of '.*', seed 0, \d+ steps"):
         (item.table or item.figure)(nothing)
+
+
+# ------------------------------------------------------------------ prediction
+
+
+def long_run(found):
+    return found.recipes.long("SF-NorMuon", "z", found.best_rate("SF-NorMuon"))
+
+
+def test_a_settled_run_is_as_predicted(found):
+    """ρ of every matrix where its α says, but for one matrix, a tenth above."""
+    micro = found("micro")
+    run = long_run(micro)
+    lr, decay, warmup = (getattr(run.config.optimizer, key) for key in ("lr", "weight_decay", "warmup_steps"))
+    window = 1 / (lr * decay)
+    row = micro.rows[run.key]
+    names = [name for name in row["layers"][0] if name != "step"]
+    rho = rho_quasi_steady(-0.02, lr, decay)
+
+    def at(alpha):
+        return {n: {"rho": rho * (1 + 0.1 * (n == names[3])), "alpha": alpha, "update_rms": 0.2} for n in names}
+
+    alphas = itertools.cycle([-0.03, -0.01])
+    layers = [{"step": r["step"], **at(a)} for r, a in zip(row["layers"], alphas, strict=False)]
+    settled = Found(micro.recipes, {**micro.rows, run.key: {**row, "layers": layers}})
+    table = tables.prediction(settled)
+    first = table.body[0]
+    assert first[0] == f"{warmup + 3 * window:,.0f} to {warmup + 4 * window:,.0f}"
+    assert len(table.body) == (run.steps - warmup) // window - 3
+    assert all(float(line[4][:-1]) < 20 for line in table.body)
+    whole = [line for line in table.body if line[4] == "9.1%"]  # as many of one α as of the other
+    assert whole
+    for line in whole:
+        assert float(line[2]) == pytest.approx(rho, abs=1e-4)
+        assert float(line[1]) == pytest.approx(rho * (1 + 0.1 / len(names)), abs=1e-4)
+        assert line[3] == f"{9.0909 / len(names):.1f}%"
+
+
+def test_a_run_that_ends_too_soon_says_so(found):
+    table = tables.prediction(found("nano"))
+    assert not table.body
+    assert "ends before the first of them" in table.note

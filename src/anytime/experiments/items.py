@@ -94,6 +94,7 @@ ITEMS = {
             "layers", "Quasi steady state by layer", ("SF-NorMuon",), _long(("SF-NorMuon", "z")),
             figure=draw.steady_layers, paper="Not shown: the paper has the mean over layers alone.",
         ),
+        Item("prediction", "Predicted ρ", ("SF-NorMuon",), _long(("SF-NorMuon", "z")), tables.prediction),
         Item(
             "rates", "Rate sweep, SF-AdamW and SF-NorMuon", _FREE, figure=draw.rates_free,
             paper="SF-NorMuon lower at every rate, and flat around its best.",

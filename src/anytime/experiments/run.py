@@ -16,7 +16,7 @@ import torch
 from ..diagnostics import detailed
 from ..train.checkpoint import checkpoints_in, read_resume, read_state, step_of, unflatten, weights
 from ..train.config import FIXED, Config, Until, flat, merged, plain, preset
-from ..train.errors import UserError
+from ..train.errors import Diverged, UserError
 from ..train.loop import train
 from ..train.runs import origin, read_lines
 from ..train.use import evaluate_model, load
@@ -100,9 +100,7 @@ def execute(run: Run, folder: Path, machine: Machine) -> Row | None:
             result = train(config)
         if result.reason in ("SIGINT", "SIGTERM"):
             return None
-    except UserError as wrong:
-        if not str(wrong).startswith("the loss is "):
-            raise
+    except Diverged as wrong:
         row["failed"] = str(wrong).partition(":")[0]
     finally:
         torch.compiler.reset()
@@ -115,7 +113,7 @@ def execute(run: Run, folder: Path, machine: Machine) -> Row | None:
             rounded({k: v for k, v in r.items() if k not in ("kind", "layers")}) for r in thin(average, 200)
         ]
     if "layers" in run.watch:
-        row["layers"] = [rounded({"step": r["step"], **r["layers"]}) for r in thin(average, 60)]
+        row["layers"] = [rounded({"step": r["step"], **r["layers"]}) for r in thin(average, 200)]
     if "sequences" in run.watch:
         row |= sequences(folder, config)
     last = next((r for r in reversed(rows) if "seconds" in r), {"seconds": 0.0, "tokens": 0})

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..theory.steady import rho_quasi_steady
 from ..train.build import build_optimizer
 from ..train.config import OptimizerConfig
 from ..train.model import GPT, ModelConfig
 from .recipes import Found
+from .run import Row
 from .scales import OPTIMIZERS, RATES, RECIPES, SCALES, SCHEDULED, Scale
 
 
@@ -163,6 +165,43 @@ def sequences(found: Found) -> Table:
             body[-1] += [number([cell]) for cell in cells]
     head = ["", "Chinchilla", "at X", "at Y", "at Z"]
     return Table("Validation loss of the three sequences", head, body, "One seed.")
+
+
+def prediction(found: Found) -> Table:
+    """ρ of the long run beside what its own α says, once both have settled, in windows of 1/(ηλ) steps."""
+    run = found.recipes.long("SF-NorMuon", "z", found.best_rate("SF-NorMuon"))
+    rows, options = found.row(run)["layers"], run.config.optimizer
+    assert options.lr is not None
+    assert options.weight_decay is not None
+    assert options.warmup_steps is not None
+    window = 1 / (options.lr * options.weight_decay)
+    start = options.warmup_steps + 3 * window
+    body = []
+    while start + window <= run.steps + 1:
+        inside = [row for row in rows if start < row["step"] <= start + window]
+        if inside:
+            body.append(
+                [f"{start:,.0f} to {start + window:,.0f}", *_predicted(inside, options.lr, options.weight_decay)]
+            )
+        start += window
+    note = (
+        f"Means over the matrices and over windows of 1/(ηλ) = {window:,.0f} steps, from warmup + 3/(ηλ) on; α and ρ "
+        "of each matrix are averaged before the prediction is made of them."
+    )
+    if not body:
+        note += f" The run of {run.steps:,} steps ends before the first of them."
+    return Table("ρ in the steady state", ["steps", "ρ", "predicted", "off by", "matrix most off by"], body, note)
+
+
+def _predicted(rows: Sequence[Row], lr: float, decay: float) -> list[str]:
+    seen, said = [], []
+    for name in (key for key in rows[0] if key != "step"):
+        mean = {key: statistics.fmean(row[name][key] for row in rows) for key in ("rho", "alpha", "update_rms")}
+        seen.append(mean["rho"])
+        said.append(rho_quasi_steady(mean["alpha"], lr, decay, update_rms=mean["update_rms"]))
+    off = [abs(p / rho - 1) for p, rho in zip(said, seen, strict=True)]
+    means = statistics.fmean(seen), statistics.fmean(said)
+    return [*(f"{mean:.4f}" for mean in means), f"{100 * statistics.fmean(off):.1f}%", f"{100 * max(off):.1f}%"]
 
 
 # -------------------------------------------------------------------- settings

@@ -43,30 +43,55 @@ class DataConfig:
 class OptimizerConfig:
     """An optimizer of this library by its class's name, and its options; None leaves the class's default."""
 
+    # SFNorMuon, SFMuon, SFSpectralSGD, SFAdamW, SFSGD, SFLion; NorMuon, Muon, SpectralDescent, Shampoo, AdamW, …
     name: str = "SFNorMuon"
+    # η, reached after the warmup.
     lr: float | None = None
+    # Steps in which the rate rises from zero.
     warmup_steps: int | None = None
+    # λ.
     weight_decay: float | None = None
+    # β of the average and β2 of the second moment; of Lion's and AdamW's kind, their own two.
     betas: tuple[float, float] | None = None
+    # β of the average, where the optimizer has no second moment.
     beta: float | None = None
+    # Of the second moment of rows, of NorMuon.
     beta2: float | None = None
+    # μ of the momentum whose polar factor is taken.
     momentum: float | None = None
+    # Added to the root of the second moment.
     eps: float | None = None
+    # Where decay acts: at the fast iterate, at the point of the gradient, nowhere.
     decay_at: Literal["z", "y", "none"] | None = None
+    # Whether rows of the polar factor are normalized.
     row_norm: bool | None = None
+    # The polar factor of (1 − μ) G + μ M instead of M.
     nesterov: bool | None = None
+    # newton-schulz, polar-express, quintic, svd or low-rank.
     polar: str | None = None
+    # Its precision; by default float16 on CUDA, float32 elsewhere.
     polar_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    # The precision in which the momentum is kept.
     momentum_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    # How an update is scaled to its matrix: rms (the paper's), max-side, aspect or none.
     scaling: str | None = None
+    # Root mean square of the update over the rate, with the scaling "rms".
     update_rms: float | None = None
+    # Keeps each matrix of Z in a ball: frobenius or spectral; of SFSpectralSGD.
     projection: str | None = None
+    # Of that ball.
     radius: float | None = None
+    # Of Adam's second moment: in the rate (the paper's), in the moment, or none.
     bias_correction: Literal["rate", "moment", "none"] | None = None
+    # r: step t has the weight η² t^r in the average.
     averaging_power: float | None = None
+    # Steps for which the average stays at the fast iterate.
     averaging_warmup: int | None = None
+    # With which power β grows towards 1; 0 keeps it.
     beta_growth: float | None = None
+    # The step after which it grows.
     beta_growth_start: int | None = None
+    # The same of what is not a matrix of a hidden layer; by default the rate and decay above.
     adam_lr: float | None = None
     adam_weight_decay: float | None = None
     adam_betas: tuple[float, float] | None = None

@@ -40,7 +40,7 @@ from .checkpoint import (
 from .config import Config, Until, plain
 from .data import absolute, check_tokenizer, check_vocabulary, open_data, tokenizer_in
 from .device import autocast, device_name, peak
-from .errors import UserError
+from .errors import Diverged, UserError
 from .evaluate import Evaluation, evaluate
 from .model import GPT, whole
 from .parallel import World, clip_, joined
@@ -295,7 +295,7 @@ class Loop:
                 self._flush_rows()
                 failed = self.writer.wait()
                 note = "" if failed is None else f"; {failed}"
-                raise UserError(
+                raise Diverged(
                     f"the loss is {read[0][i]} at step {step}: stopped, {self.last_saved()}{note}; "
                     "start over or branch with a lower --optimizer.lr or with --optimizer.clip 1, or leave such steps "
                     "out by --on-nan skip"
