@@ -322,6 +322,10 @@ class Loop:
 
     def go(self) -> Result:
         """Trains until the end or a signal, and saves; after an error the last checkpoint stands."""
+        with Stop().listening() as stop:  # before anyone is told that it has begun
+            return self._go(stop)
+
+    def _go(self, stop: Stop) -> Result:
         started = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         model = self.config.model
         about = {
@@ -343,7 +347,7 @@ class Loop:
             rank=self.world.reader,
             world=self.world.readers,
         )
-        with Stop().listening() as stop, ahead as source:
+        with ahead as source:
             if self.step == 0 and self._evaluates_at_all():
                 self._evaluate()
             asked, seconds = self.world.agree(0, self._total_seconds())
