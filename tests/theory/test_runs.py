@@ -225,11 +225,23 @@ def test_noisy_tuned_runs_fall_as_their_bound(name, beta, norm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
-def test_noisy_tuned_runs_at_beta_zero_come_to_fall_as_their_bound(norm):
-    """The way to the optimum takes dist/(η_T T) ~ T^−¼ of the steps, so that the slope nears −1/4 slowly."""
-    _, local = measured_slopes(Quadratic(), (100, 300, 1000, 3000, 10000), norm, 0.0, batch=16, runs=8)
-    assert local == sorted(local, reverse=True)
-    assert local[-1] <= -0.23
+@pytest.mark.parametrize(
+    ("problem", "horizons"),
+    [(Quadratic(), (10000, 30000)), (Factorization(), (3000, 10000)), (Softmax(), (3000, 10000))],
+    ids=["quadratic", "factorization", "softmax"],
+)
+def test_noisy_tuned_runs_at_beta_zero_fall_as_their_bound(problem, horizons, norm):
+    """(μ_T, η_T) of the constants at the points that a first run visited: on the smallest ball the factorization's σ is
+    7 to 12 times as large. The way to the optimum is dist/(η_T T) ~ T^−¼ of the run, so the slope nears −1/4 slowly."""
+    averages = []
+    for T in horizons:
+        setting = {"norm": norm, "beta": 0.0, "batch": 1}
+        first = measure(problem, T, **setting)
+        found = measure(problem, T, **setting, runs=4, seed=1, constants=first.constants)
+        assert found.average <= found.bound.total
+        averages.append(math.log(found.average))
+    whole, _ = slopes([math.log(T) for T in horizons], averages)
+    assert whole <= -0.24
 
 
 # ------------------------------------------------- what the theorem does not cover

@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from anytime import __version__, storage
+from anytime import __version__
+from anytime.storage import regions
 from anytime.storage.regions import regions_of
 from anytime.train import checkpoint
 from anytime.train.checkpoint import Snapshot, Writer
@@ -431,7 +432,7 @@ def test_one_snapshot_is_written_at_a_time(tmp_path, monkeypatch):
 
 def test_a_failed_write_is_told_once(tmp_path, monkeypatch):
     writer = Writer(tmp_path / "c", 2, lambda step: False)
-    monkeypatch.setattr(storage, "save_file", full_disk(OSError))
+    monkeypatch.setattr(regions, "save_file", full_disk(OSError))
     assert writer.save(snapshot(1)) is None
     writer._thread.join()
     monkeypatch.undo()
@@ -475,7 +476,7 @@ def no_room(where):
     """No room in the middle of a checkpoint, for the thread that writes it."""
     with pytest.MonkeyPatch.context() as patch:
         if where in (OSError, SafetensorError):
-            patch.setattr(checkpoint if where is OSError else storage, "save_file", full_disk(where))
+            patch.setattr(checkpoint if where is OSError else regions, "save_file", full_disk(where))
         else:
             place, name = {
                 "write_text": (Path, "write_text"),

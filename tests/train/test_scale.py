@@ -423,7 +423,7 @@ def test_the_pages_models_are_the_planners():
 
 
 def test_the_pages_messages_are_said_somewhere():
-    source = "".join(path.read_text() for path in Path(scale.__file__).parents[1].rglob("*.py"))
+    source = "".join(path.read_text() for path in Path(scale.__file__).parents[2].rglob("*.py"))
     said = re.sub(r"\s+", " ", re.sub(r'"\s*\n\s*f?"', "", source))
     table = PAGE.read_text().partition("| message |")[2]
     for message in re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE):
