@@ -356,6 +356,10 @@ def test_a_small_study_from_its_first_try_to_its_page(tmp_path, monkeypatch, wor
     }
     monkeypatch.setattr("anytime.experiments.frontier.METHODS", two)
     places = {"out": tmp_path / "out", "work": tmp_path / "work", "data": str(words)}
+    monkeypatch.setattr("anytime.experiments.frontier.EPOCHS", 0.3)
+    with pytest.raises(UserError, match=r"takes 6,144 tokens, more than 0\.3 times the 19,287 in .*: give it"):
+        frontier.frontier("tiny", **places)
+    monkeypatch.setattr("anytime.experiments.frontier.EPOCHS", 4)
     assert frontier.frontier("tiny", **places, seconds=1e-3) is None
     assert not (tmp_path / "out" / "frozen.json").exists()
     page = frontier.frontier("tiny", **places)

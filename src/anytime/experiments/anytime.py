@@ -37,6 +37,8 @@ TRIES = 12
 RATES = (-2, 0, 2)
 #: How many half octaves from the study's rate a search may go.
 FARTHEST = 10
+#: How often a run may see a text at most.
+EPOCHS = 4
 #: Stands for the study's steps of warmup in an option.
 WARMUP = "warmup"
 

@@ -14,7 +14,7 @@ from ..train.config import nearest
 from ..train.errors import UserError
 from ..train.files import write_atomically
 from . import draw
-from .anytime import METHODS, PARTS, RECIPE, Choice, Found, Method, Study, Try, freeze, study_of
+from .anytime import EPOCHS, METHODS, PARTS, RECIPE, Choice, Found, Method, Study, Try, freeze, study_of
 from .grid import Grid, Show
 from .recipes import MissingRow
 from .regret import Regret, span, token_ratio
@@ -62,8 +62,15 @@ def frontier(
             """What the searches found, which are over."""
             return freeze(frozen, study, {m.name: found.choice(m) for m in chosen})
 
+        guesses = {m.name: _guess(study, m) for m in chosen}
+        longest = max(run.tokens for run in finals(found, chosen, guesses))
+        if longest > EPOCHS * grid.machine.tokens:
+            raise UserError(
+                f"the longest run of {name} takes {longest:,} tokens, more than {EPOCHS} times the "
+                f"{grid.machine.tokens:,} in {data}: give it more text"
+            )
         tries = found.next_tries(chosen)
-        choices = {m.name: _guess(study, m) for m in chosen} if tries else held()
+        choices = guesses if tries else held()
         cost = grid.estimate([*tries, *finals(found, chosen, choices), *besides(found, chosen, choices)])
         if cost.runs and not agree(f"{name}: at least {cost} at {jobs} at once"):
             return None

@@ -109,7 +109,8 @@ class Grid:
         if data == PYTHON:  # once, not for every run
             data = str(self.work / "python")
             write_python(Path(data))
-        fingerprint = open_data(DataConfig(path=data), self.work).train.fingerprint()
+        train = open_data(DataConfig(path=data), self.work).train
+        fingerprint = train.fingerprint()
         for row in self.rows.values():
             if row.get("data", fingerprint) != fingerprint:
                 raise UserError(
@@ -117,7 +118,7 @@ class Grid:
                 )
         device = choose_device(self.device)
         threads = max(1, (os.cpu_count() or 1) // self.jobs) if device.type == "cpu" else 0
-        return Machine(os.path.abspath(data), fingerprint, str(device), threads, self.jobs)
+        return Machine(os.path.abspath(data), len(train), fingerprint, str(device), threads, self.jobs)
 
     def fill(self, runs: Iterable[Run], show: Show | None = None) -> None:
         """Runs what is missing; a row is on disk as soon as its run is done."""

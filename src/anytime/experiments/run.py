@@ -84,6 +84,7 @@ class Machine:
     """Where runs are run."""
 
     data: str
+    tokens: int
     fingerprint: str
     device: str
     threads: int
