@@ -346,6 +346,7 @@ def test_a_small_study_from_its_first_try_to_its_page(tmp_path, monkeypatch, wor
         settings={**NANO.settings, "data": {}},
     )  # fmt: skip
     monkeypatch.setitem(STUDIES, "tiny", tiny)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # threads that wait for each other on a busy machine
     for name, value in (("TRIES", 3), ("FARTHEST", 3), ("SWEPT", range(-1, 2))):
         monkeypatch.setattr(f"anytime.experiments.anytime.{name}", value)
     two = {
