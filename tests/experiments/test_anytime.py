@@ -27,7 +27,11 @@ from anytime.experiments.anytime import (
     Method,
     Study,
     Try,
+    around,
     freeze,
+    frozen,
+    grid,
+    inherited,
     search,
     study_of,
 )  # fmt: skip
@@ -124,7 +128,7 @@ def test_a_search_ends_at_the_best_between_its_neighbours(centre, number):
     best = Try.of(list(method.settings())[number], 0)
     loss, known, asked = bowl(best, centre), {}, []
     while True:
-        missing, ranked = search(method, known.get)
+        missing, ranked = search(grid(method), known.get)
         if not missing:
             break
         assert not set(missing) & known.keys()
@@ -140,25 +144,33 @@ def test_a_search_ends_at_the_best_between_its_neighbours(centre, number):
 @pytest.mark.parametrize(("slope", "end"), [(-1.0, FARTHEST), (1.0, -FARTHEST)])
 def test_a_search_does_not_go_on_for_ever(slope, end):
     known = {}
-    while missing := search(METHODS["NorMuon"], known.get)[0]:
+    points = grid(METHODS["NorMuon"])
+    while missing := search(points, known.get)[0]:
         known |= {point: slope * point.octave for point in missing}
     assert max(abs(point.octave) for point in known) == FARTHEST
-    assert search(METHODS["NorMuon"], known.get)[1][0].octave == end
+    assert search(points, known.get)[1][0].octave == end
+
+
+def test_at_a_longer_horizon_it_begins_around_the_best():
+    settings = [Try.of({"momentum": m}, 0).setting for m in (0.8, 0.9, 0.95)]
+    ranked = [Try(settings[1], 1), Try(settings[1], 2), Try(settings[2], 0), Try(settings[0], 1)]
+    assert around(ranked) == [Try(settings[i], octave) for i in (1, 2) for octave in (-1, 1, 3)]
+    assert {point.octave for point in around([Try(settings[0], -FARTHEST)])} == {-FARTHEST, 2 - FARTHEST}
 
 
 def test_what_diverged_is_never_the_best():
     known = {}
-    while missing := search(METHODS["anytime"], known.get)[0]:
+    points = grid(METHODS["anytime"])
+    while missing := search(points, known.get)[0]:
         known |= {point: math.inf if point.octave >= 0 else 3.0 + 0.01 * abs(point.octave + 1) for point in missing}
-    ranked = search(METHODS["anytime"], known.get)[1]
+    ranked = search(points, known.get)[1]
     assert ranked[0].octave == -1
     assert known[ranked[0]] == 3.0
 
 
 def test_every_method_has_as_many_points():
     for method in METHODS.values():
-        points = {Try.of(s, o) for s in method.settings() for o in RATES}
-        assert method.published or len(points) == TRIES
+        assert method.published or len(set(grid(method))) == TRIES
     with pytest.raises(ValueError, match="has 3 points in its grid, the others 12"):
         Method("few", {"name": "SFNorMuon"})
 
@@ -172,7 +184,7 @@ def test_all_runs_can_be_trained():
     for study in STUDIES.values():
         keys = []
         for method in METHODS.values():
-            for point in (Try.of(s, o) for s in method.settings() for o in RATES):
+            for point in grid(method):
                 run = study.run(method, point, study.horizons[0], 0)
                 config = with_horizon(run.config)
                 assert run.steps == study.steps(study.horizons[0] * (1 + method.after))
@@ -230,7 +242,7 @@ def finished(study, methods, **more):
     rows = {}
     found = Found(study, rows)
     rounds = []
-    while tries := found.next_tries(methods):
+    while tries := [run for m in methods for run in found.next_tries(m)]:
         rounds.append(tries)
         rows |= {run.key: made_up(study, run, **more) for run in tries}
     choices = {m.name: found.choice(m) for m in methods}
@@ -254,6 +266,11 @@ def test_tries_are_on_seeds_set_apart_and_short_horizons(whole):
     assert {run.steps for run in free} == {NANO.steps(NANO.short[-1])}
     assert {run.steps for run in tried if run.name.startswith("NorMuon")} == {NANO.steps(h) for h in NANO.horizons}
     assert not any(run.name.startswith("SF-NorMuon, the paper's") for run in tried)
+    by_round = [{run.steps for run in runs if run.name.startswith("NorMuon")} for runs in rounds]
+    assert by_round[0] == {NANO.steps(1)}
+    assert by_round[-1] == {NANO.steps(2)}
+    assert all(len(steps) < 2 for steps in by_round)  # the longer one waits for the shorter
+    assert len({run.key for run in tried if run.name.startswith("NorMuon to 2×")}) == 2 * len(RATES) + 2
 
 
 def test_the_best_are_chosen(whole):
@@ -276,6 +293,16 @@ def test_the_losses_that_count_are_of_other_seeds(whole):
     steps = NANO.steps(1)
     expected = [2 + 10 / math.sqrt(steps) + seed / 1000 for seed in NANO.seeds]
     assert losses[1] == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_no_claim_rests_on_is_run_on_the_first_seeds(whole):
+    methods, found, choices, _ = whole
+    for method in methods:
+        losses = found.losses(method, choices[method.name])
+        assert {len(values) for values in losses.values()} == {2 if method.claimed else 1}
+    assert [m.name for m in METHODS.values() if m.claimed] == ["NorMuon", RECIPE]
+    changed, points = found.without(METHODS[RECIPE], choices[RECIPE], next(iter(PARTS)))
+    assert {run.seed for run in found.final(changed, points)} == set(NANO.seeds)
 
 
 def test_of_several_kept_the_one_with_the_lowest_mean_counts(whole):
@@ -310,6 +337,25 @@ def test_what_was_chosen_stays(whole, tmp_path):
     assert again["AMUSE"] == other
     with pytest.raises(UserError, match=r"was chosen at rates of 0\.05, the study's is 0\.1"):
         freeze(path, dataclasses.replace(NANO, rate=0.1), {})
+
+
+def test_settings_may_come_from_another_study(whole, tmp_path, monkeypatch):
+    methods, _, choices, _ = whole
+    heir = dataclasses.replace(NANO, name="heir", inherits="nano")
+    monkeypatch.setitem(STUDIES, "heir", heir)
+    with pytest.raises(UserError, match="run `anytime frontier nano` first"):
+        frontier.frontier("heir", out=tmp_path / "heir")
+    path = tmp_path / "frozen.json"
+    freeze(path, NANO, choices)
+    taken = [inherited(method, frozen(path, NANO), heir) for method in methods]
+    assert [list(m.settings()) for m in taken] == [
+        [{"momentum": 0.9, "schedule": "cosine"}],
+        [{}],
+        [dict(choices["anytime"].points[1][0].setting)],
+    ]
+    assert [len(grid(m)) for m in taken if not m.published] == [3, 3]
+    with pytest.raises(UserError, match="AMUSE has no settings of nano: anytime frontier nano --methods 'AMUSE'"):
+        inherited(METHODS["AMUSE"], choices, heir)
 
 
 def test_the_page(whole, tmp_path):
@@ -351,9 +397,9 @@ def test_a_small_study_from_its_first_try_to_its_page(tmp_path, monkeypatch, wor
         monkeypatch.setattr(f"anytime.experiments.anytime.{name}", value)
     two = {
         "NorMuon": Method(
-            "NorMuon", METHODS["NorMuon"].options | {"schedule": "cosine"}, scheduled=True, enveloped=True
+            "NorMuon", METHODS["NorMuon"].options | {"schedule": "cosine"}, scheduled=True, enveloped=True, claimed=True
         ),
-        "anytime": Method("anytime", METHODS["anytime"].options),
+        "anytime": Method("anytime", METHODS["anytime"].options, claimed=True),
     }
     monkeypatch.setattr("anytime.experiments.frontier.METHODS", two)
     places = {"out": tmp_path / "out", "work": tmp_path / "work", "data": str(words)}

@@ -198,6 +198,33 @@ def test_no_run_is_started_after_its_time(tmp_path, words):
     assert not grid.path.exists()
 
 
+def test_no_run_is_started_that_would_end_too_late(grid, monkeypatch):
+    monkeypatch.setattr(room, "STARTING", 1.0)
+    runs = [run("long", until="80 steps"), run("middle", until="40 steps"), run("short")]
+    assert grid._next(list(runs), math.inf) is runs[0]
+    assert grid._next(list(runs), 1e9) is runs[2]  # nothing is known: the one that will tell soonest
+    assert grid._next(list(runs), 0.0) is None
+    grid.rows["x"] = {"jobs": 1, "tokens": 320, "seconds": 10.0, "tokens_per_second": 50.0}
+    for left, expected in ((82, 0), (80, 1), (42, 1), (10, 2), (8, None)):
+        waiting = list(runs)
+        found = grid._next(waiting, left)
+        assert found is (None if expected is None else runs[expected])
+        assert len(waiting) == (3 if expected is None else 2)
+
+
+def test_what_is_wanted_may_follow_from_what_was_found(grid):
+    asked = []
+
+    def wanted():
+        asked.append(set(grid.rows))
+        first, second = run("a"), run("b")
+        return [first, second] if first.key in grid.rows else [first]
+
+    grid.fill(wanted)
+    assert [row["name"] for row in read_lines(grid.path)] == ["a", "b"]
+    assert len(asked[-1]) == 2
+
+
 def test_what_it_will_cost(grid, monkeypatch):
     runs = [run(), run("b", until="4 steps")]
     monkeypatch.setattr(grid, "_probe", lambda first: 64.0)

@@ -6,7 +6,8 @@ loss there less E(H), seed by seed.
 
 In this order, so that nothing can be chosen by what it is judged by:
 1. Tries, on seeds set apart: horizon-free methods at short horizons alone, the envelope at each of its own. Every
-   method has as many points in its grid, and the same rules by which it may go beyond it.
+   method has as many points in its grid, and the same rules by which it may go beyond it; the envelope's at a longer
+   horizon is made of what was best at the one before.
 2. What was found is frozen, in a file that is written once.
 3. The runs that count, on other seeds, to the longest horizon.
 """
@@ -18,7 +19,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ class Method:
     scheduled: needs a run for each horizon. enveloped: is searched at each horizon and makes E(H) with its like.
     published: is taken as its authors gave it, at the study's rate, and not searched.
     after: a part of the horizon that is added to it and not charged: a cooldown branched off at the horizon.
+    claimed: what is claimed rests on it, so it is run on all seeds; the others on the first ones.
+    only: the settings that another study found, instead of those of the axes.
     """
 
     name: str
@@ -59,14 +62,19 @@ class Method:
     enveloped: bool = False
     published: bool = False
     after: float = 0.0
+    claimed: bool = False
+    only: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         points = len(list(self.settings())) * len(RATES)
-        if not self.published and points != TRIES:
+        if not self.published and not self.only and points != TRIES:
             raise ValueError(f"{self.name} has {points} points in its grid, the others {TRIES}")
 
     def settings(self) -> Iterator[dict[str, Any]]:
         """Of the grid, the rate left out."""
+        if self.only:
+            yield from map(dict, self.only)
+            return
         for values in itertools.product(*self.axes.values()):
             yield dict(zip(self.axes, values, strict=True))
 
@@ -95,7 +103,7 @@ METHODS = {
     for method in (
         Method(
             "NorMuon", _NORMUON, {"schedule": ["cosine", "linear"], "momentum": [0.9, 0.95]},
-            scheduled=True, enveloped=True,
+            scheduled=True, enveloped=True, claimed=True,
         ),
         Method(
             "NorMuon, 1 − √ cooldown", {**_NORMUON, "schedule": "wsd"},
@@ -124,7 +132,7 @@ METHODS = {
             "rate 1/√t, weights t^r", {**_AVERAGED, "schedule": "power", "decay_power": 0.5, "decay_steps": 400},
             {"momentum": [0.9, 0.95], "averaging_power": [4.0, 9.0]},
         ),
-        Method("anytime", _GROWING, {"momentum": [0.8, 0.9], "averaging_power": [1.0, 3.0]}),
+        Method("anytime", _GROWING, {"momentum": [0.8, 0.9], "averaging_power": [1.0, 3.0]}, claimed=True),
     )
 }  # fmt: skip
 
@@ -144,7 +152,8 @@ class Study:
     """A model, its horizons in multiples of Chinchilla, and the seeds.
 
     short: the horizons at which horizon-free settings are chosen, by the mean of the losses. kept: how many of a
-    schedule's best settings at a horizon are run on the seeds that count.
+    schedule's best settings at a horizon are run on the seeds that count. others: on how many of the seeds methods
+    are run on which no claim rests. inherits: a study whose settings are taken, and rates alone are searched.
     """
 
     name: str
@@ -154,6 +163,8 @@ class Study:
     short: tuple[float, ...] = (0.5, 1)
     set_apart: tuple[int, ...] = (1000,)
     kept: int = 2
+    others: int = 1
+    inherits: str = ""
     rate: float = 0.016
     warmup: int = 150
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -162,6 +173,9 @@ class Study:
         found = {**PRESETS[self.preset], **self.settings}
         model, batch = ModelConfig(**found["model"]), int(found["batch_size"])
         return math.ceil(multiple * 20 * model.parameters / (batch * model.context))
+
+    def seeds_of(self, method: Method) -> tuple[int, ...]:
+        return self.seeds if method.claimed else self.seeds[: self.others]
 
     def lr(self, octave: int) -> float:
         return float(f"{self.rate * 2 ** (octave / 2):.3g}")
@@ -199,10 +213,10 @@ STUDIES = {
     study.name: study
     for study in (
         Study("nano", "demo", (1, 2), (0, 1), rate=0.05, warmup=20, settings=_TINY),
-        Study("0.5M", "0.5M", (1, 2, 4, 8, 16, 32), (0, 1, 2)),
+        Study("0.5M", "0.5M", (1, 8, 32), (0, 1, 2)),
         Study("2M", "2M", (1, 2, 4, 8), (0, 1, 2)),
-        Study("6M", "6M", (1, 2, 4), (0, 1)),
-        Study("12M", "12M", (1,), (0,)),
+        Study("6M", "6M", (1, 2, 4), (0, 1), kept=1, inherits="2M"),
+        Study("12M", "12M", (1,), (0,), kept=1, inherits="2M"),
     )
 }
 
@@ -218,10 +232,21 @@ def study_of(name: str) -> Study:
 Loss = Callable[[Try], float | None]
 
 
-def search(method: Method, loss: Loss) -> tuple[list[Try], list[Try]]:
+def grid(method: Method) -> list[Try]:
+    """Where a search begins."""
+    return [Try.of(setting, octave) for setting in method.settings() for octave in RATES]
+
+
+def around(ranked: Sequence[Try]) -> list[Try]:
+    """Where the search at a longer horizon begins: the two best settings, at rates around the best."""
+    settings = list(dict.fromkeys(point.setting for point in ranked))[:2]
+    octaves = [octave for octave in (ranked[0].octave + i for i in RATES) if abs(octave) <= FARTHEST]
+    return [Try(setting, octave) for setting in settings for octave in octaves]
+
+
+def search(points: Sequence[Try], loss: Loss) -> tuple[list[Try], list[Try]]:
     """(what is to be tried next, what was tried, the best first). Nothing is to be tried once the best rate is between
     two others, half an octave apart; one that diverged counts as infinitely bad."""
-    points = [Try.of(setting, octave) for setting in method.settings() for octave in RATES]
     known = {point: value for point in points if (value := loss(point)) is not None}
     if len(known) < len(points):
         return [point for point in points if point not in known], []
@@ -280,14 +305,22 @@ class Found:
 
         return loss
 
-    def next_tries(self, methods: Iterable[Method]) -> list[Run]:
-        """What the searches want to know next; nothing once they are over."""
+    def _searches(self, method: Method) -> Iterator[tuple[float, list[Try], list[Try]]]:
+        """(place, what is to be tried next there, what was tried, the best first), up to the first that is not over."""
+        points = grid(method)
+        for place in self._places(method):
+            wants, ranked = search(points, self.tried(method, place))
+            yield place, wants, ranked
+            if wants:
+                return
+            points = around(ranked)
+
+    def next_tries(self, method: Method) -> list[Run]:
+        """What its search wants to know next; nothing once it is over."""
         return [
             run
-            for method in methods
-            if not method.published
-            for place in self._places(method)
-            for point in search(method, self.tried(method, place))[0]
+            for place, wants, _ in (() if method.published else self._searches(method))
+            for point in wants
             for run, _ in self._tried(method, point, place)
             if run.key not in self.rows
         ]
@@ -297,8 +330,7 @@ class Found:
         if method.published:
             return Choice({place: [Try((), 0)] for place in self.study.horizons}, 0)
         count, chosen = 0, {}
-        for place in self._places(method):
-            ranked = search(method, self.tried(method, place))[1]
+        for place, _, ranked in self._searches(method):
             count += len(ranked)
             chosen[place] = ranked[: self.study.kept if method.enveloped else 1]
         if not method.enveloped:
@@ -311,12 +343,12 @@ class Found:
         study = self.study
         if not method.scheduled:
             (point,) = choice.points[study.horizons[-1]]
-            return [study.run(method, point, study.horizons[-1], seed, curve=True) for seed in study.seeds]
+            return [study.run(method, point, study.horizons[-1], seed, curve=True) for seed in study.seeds_of(method)]
         return [
             study.run(method, point, horizon, seed)
             for horizon in study.horizons
             for point in choice.points[horizon]
-            for seed in study.seeds
+            for seed in study.seeds_of(method)
         ]
 
     def without(self, method: Method, choice: Choice, part: str) -> tuple[Method, Choice]:
@@ -344,7 +376,7 @@ class Found:
                 (
                     [
                         self.loss(study.run(method, point, to, seed, curve=not method.scheduled), steps)
-                        for seed in study.seeds
+                        for seed in study.seeds_of(method)
                     ]
                     for point in choice.points[horizon]
                 ),
@@ -364,15 +396,34 @@ class Choice:
 def freeze(path: Path, study: Study, choices: Mapping[str, Choice]) -> dict[str, Choice]:
     """Writes what was chosen, once: what is in the file already stays, and is given back."""
     held: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    for name, choice in choices.items():
-        if name not in held:
-            said = {f"{h:g}": [[dict(p.setting), p.octave] for p in ps] for h, ps in choice.points.items()}
-            held[name] = {"tried": choice.tried, "rate": study.rate, "points": said, **origin()}
-    write_atomically(path, json.dumps(held, indent=1).encode())
-    frozen = {}
-    for name, entry in held.items():
+    if fresh := choices.keys() - held.keys():
+        for name in sorted(fresh):
+            points = choices[name].points.items()
+            said = {f"{h:g}": [[dict(p.setting), p.octave] for p in ps] for h, ps in points}
+            held[name] = {"tried": choices[name].tried, "rate": study.rate, "points": said, **origin()}
+        write_atomically(path, json.dumps(held, indent=1).encode())
+    return frozen(path, study) if held else {}
+
+
+def frozen(path: Path, study: Study) -> dict[str, Choice]:
+    """What a study chose."""
+    found = {}
+    for name, entry in json.loads(path.read_text("utf-8")).items():
         if entry["rate"] != study.rate:
             raise UserError(f"{path}: {name} was chosen at rates of {entry['rate']:g}, the study's is {study.rate:g}")
         points = {float(h): [Try.of(setting, octave) for setting, octave in ps] for h, ps in entry["points"].items()}
-        frozen[name] = Choice(points, entry["tried"])
-    return frozen
+        found[name] = Choice(points, entry["tried"])
+    return found
+
+
+def inherited(method: Method, choices: Mapping[str, Choice], study: Study) -> Method:
+    """A method with the settings that another study chose, at any of its horizons."""
+    if method.published:
+        return method
+    if method.name not in choices:
+        raise UserError(
+            f"{method.name} has no settings of {study.inherits}: anytime frontier {study.inherits} --methods "
+            f"{method.name!r} finds them"
+        )
+    settings = dict.fromkeys(points[0].setting for points in choices[method.name].points.values())
+    return dataclasses.replace(method, only=tuple(map(dict, settings)))

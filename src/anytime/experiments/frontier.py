@@ -14,7 +14,21 @@ from ..train.config import nearest
 from ..train.errors import UserError
 from ..train.files import write_atomically
 from . import draw
-from .anytime import EPOCHS, METHODS, PARTS, RECIPE, Choice, Found, Method, Study, Try, freeze, study_of
+from .anytime import (
+    EPOCHS,
+    METHODS,
+    PARTS,
+    RECIPE,
+    Choice,
+    Found,
+    Method,
+    Study,
+    Try,
+    freeze,
+    frozen,
+    inherited,
+    study_of,
+)
 from .grid import Grid, Show
 from .recipes import MissingRow
 from .regret import Regret, span, token_ratio
@@ -53,42 +67,46 @@ def frontier(
     study, chosen = study_of(name), methods_of(methods)
     out = out or Path("results/frontier") / name
     work = work or Path("runs/frontier") / name
-    rows, frozen = out / "rows.jsonl", out / "frozen.json"
+    if study.inherits:
+        other = out.parent / study.inherits / "frozen.json"
+        if not other.exists():
+            raise UserError(
+                f"{name} takes its settings from {study.inherits}, but there is no {other}: run `anytime frontier "
+                f"{study.inherits}` first"
+            )
+        choices = frozen(other, study_of(study.inherits))
+        chosen = [inherited(m, choices, study) for m in chosen]
     ends = math.inf if seconds is None else time.monotonic() + seconds
-    with Grid(rows, work, data=data, jobs=jobs, device=device) as grid:
+    with Grid(out / "rows.jsonl", work, data=data, jobs=jobs, device=device) as grid:
         found = Found(study, grid.rows)
 
         def held() -> dict[str, Choice]:
-            """What the searches found, which are over."""
-            return freeze(frozen, study, {m.name: found.choice(m) for m in chosen})
+            """What the searches found that are over."""
+            over = [m for m in chosen if not found.next_tries(m)]
+            return freeze(out / "frozen.json", study, {m.name: found.choice(m) for m in over})
 
-        guesses = {m.name: _guess(study, m) for m in chosen}
-        longest = max(run.tokens for run in finals(found, chosen, guesses))
+        def wanted() -> list[Run]:
+            """What searches want to know, and where one is over, the runs that count."""
+            choices = held()
+            over = [m for m in chosen if m.name in choices]
+            tries = [run for m in chosen if m not in over for run in found.next_tries(m)]
+            return [*tries, *finals(found, over, choices), *besides(found, over, choices)]
+
+        choices = {m.name: _guess(study, m) for m in chosen} | held()
+        counted = finals(found, chosen, choices)
+        longest = max(run.tokens for run in counted)
         if longest > EPOCHS * grid.machine.tokens:
             raise UserError(
                 f"the longest run of {name} takes {longest:,} tokens, more than {EPOCHS} times the "
                 f"{grid.machine.tokens:,} in {data}: give it more text"
             )
-        tries = found.next_tries(chosen)
-        choices = guesses if tries else held()
-        cost = grid.estimate([*tries, *finals(found, chosen, choices), *besides(found, chosen, choices)])
+        cost = grid.estimate([*wanted(), *counted, *besides(found, chosen, choices)])
         if cost.runs and not agree(f"{name}: at least {cost} at {jobs} at once"):
             return None
         with nullcontext() if showing is None else showing() as show:
-
-            def fill(runs: Sequence[Run]) -> bool:
-                """Whether all of it was run."""
-                grid.seconds = None if ends == math.inf else max(0.0, ends - time.monotonic())
-                grid.fill(runs, show)
-                return not grid.missing(runs)
-
-            while tries := found.next_tries(chosen):
-                if not fill(tries):
-                    return None
-            choices = held()
-            if not fill([*finals(found, chosen, choices), *besides(found, chosen, choices)]):
-                return None
-        return redraw(found, chosen, choices, out, say)
+            grid.seconds = None if ends == math.inf else max(0.0, ends - time.monotonic())
+            grid.fill(wanted, show)
+        return None if grid.missing(wanted()) else redraw(found, chosen, held(), out, say)
 
 
 def finals(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice]) -> list[Run]:
@@ -97,10 +115,9 @@ def finals(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice
 
 def besides(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice]) -> list[Run]:
     """Ablations of the recipe, and the sweep of its rate and of the envelope's."""
-    recipe = METHODS[RECIPE]
-    if recipe not in methods:
+    if all(m.name != RECIPE for m in methods):
         return []
-    parts = [run for part in PARTS for run in found.final(*found.without(recipe, choices[RECIPE], part))]
+    parts = [run for part in PARTS for run in found.final(*found.without(METHODS[RECIPE], choices[RECIPE], part))]
     return [*parts, *(run for m in swept(methods) for run in found.rates(m, choices[m.name], middle(found)).values())]
 
 
@@ -128,16 +145,16 @@ def redraw(
         losses = {m.name: found.losses(m, choices[m.name]) for m in methods}
     except MissingRow as missing:
         raise UserError(f"{missing}; make it by: anytime frontier {study.name} --out {out}") from None
-    envelope = min_by_horizon([losses[m.name] for m in methods if m.enveloped])
+    (envelope,) = (losses[m.name] for m in methods if m.enveloped)
     parts = [regrets(study, methods, losses, envelope, choices)]
-    if METHODS[RECIPE] in methods:
+    if RECIPE in losses:
         parts += [ablations(found, choices[RECIPE], losses[RECIPE]), spans(found, swept(methods), choices)]
     parts.append(settings(study, methods, choices))
     figure = out / "frontier"
     draw.save(lambda _: picture(found, methods, choices, envelope), found, figure)
     text = (
         f"# One run against the schedule tuned for each horizon, {study.name}\n\n"
-        f"Seeds {', '.join(map(str, study.seeds))}; settings chosen on seed"
+        f"Seeds {', '.join(map(str, study.seeds))}, of methods without ± the first; settings chosen on seed"
         f"{'s' * (len(study.set_apart) > 1)} {', '.join(map(str, study.set_apart))}. 1× is {study.steps(1):,} steps. "
         f"Drawn from rows.jsonl by `anytime frontier {study.name}`; what was chosen is in frozen.json.\n\n"
         "![losses over tokens](frontier.svg)\n\n" + "\n".join(f"## {part.title}\n\n{part.markdown()}" for part in parts)
@@ -145,11 +162,6 @@ def redraw(
     write_atomically(out / "index.md", text.encode())
     say(parts[0].title)
     return out / "index.md"
-
-
-def min_by_horizon(losses: Sequence[Mapping[float, Sequence[float]]]) -> dict[float, Sequence[float]]:
-    """The envelope: at each horizon, the losses by seed of what has the lowest mean."""
-    return {h: min((each[h] for each in losses), key=statistics.fmean) for h in losses[0]}
 
 
 def regrets(
@@ -164,7 +176,7 @@ def regrets(
     means = {h: statistics.fmean(values) for h, values in envelope.items()}
     for method in methods:
         found = losses[method.name]
-        regret = Regret.of(found, envelope)
+        regret = Regret.of(found, {h: values[: len(found[h])] for h, values in envelope.items()})
         ratio = token_ratio(means, study.horizons[-1], statistics.fmean(found[study.horizons[-1]]))
         body.append(
             [

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import shutil
 import signal
@@ -31,6 +32,9 @@ from ..train.device import choose_device
 from ..train.errors import UserError
 from ..train.runs import read_lines
 from .run import Machine, Row, Run, execute
+
+#: Seconds from a run's start to its first step, about: compiling is most of it.
+STARTING = 20.0
 
 
 def read_grid(path: Path) -> list[Run]:
@@ -68,7 +72,7 @@ class Grid:
         work: where the folders of runs are, kept.
         data: a folder of tokens, or "python".
         jobs: runs at once, each in a process of its own.
-        seconds: no run is started after so long.
+        seconds: no run is started after so long, nor one that would end later by the speed of the rows there are.
     """
 
     def __init__(
@@ -120,45 +124,69 @@ class Grid:
         threads = max(1, (os.cpu_count() or 1) // self.jobs) if device.type == "cpu" else 0
         return Machine(os.path.abspath(data), len(train), fingerprint, str(device), threads, self.jobs)
 
-    def fill(self, runs: Iterable[Run], show: Show | None = None) -> None:
-        """Runs what is missing; a row is on disk as soon as its run is done."""
-        waiting = self.missing(runs)
-        folders = {str(run.folder(self.work)): run for run in waiting}
-        if len(folders) < len(waiting):
-            twice = next(run for run in waiting if folders[str(run.folder(self.work))] is not run)
+    def fill(self, runs: Iterable[Run] | Callable[[], Iterable[Run]], show: Show | None = None) -> None:
+        """Runs what is missing; a row is on disk as soon as its run is done. A function is asked again after every row,
+        so that what is wanted may follow from what was found."""
+        wanted = runs if callable(runs) else functools.partial(list[Run], list(runs))
+        if not self.missing(wanted()):
+            return
+        with stoppable():
+            self._go(wanted, show)
+
+    def _waiting(self, runs: Iterable[Run], running: Iterable[tuple[str, Run]]) -> list[Run]:
+        """Those without a row that can be started beside the ones that are running."""
+        missing = self.missing(runs)
+        folders = {str(run.folder(self.work)): run for run in missing}
+        if len(folders) < len(missing):
+            twice = next(run for run in missing if folders[str(run.folder(self.work))] is not run)
             raise UserError(
                 f"there are two runs named {twice.name!r} of seed {twice.seed}, one the beginning of the other"
             )
-        if not waiting:
-            return
-        with stoppable():
-            self._go(waiting, show)
+        busy = {folder for folder, _ in running}
+        return [run for folder, run in folders.items() if folder not in busy]
 
-    def _go(self, waiting: list[Run], show: Show | None) -> None:
+    def _next(self, waiting: list[Run], left: float) -> Run | None:
+        """Of those waiting, the longest that ends in time; where no speed is known, the shortest."""
+        speed = self.speed()
+        if left == math.inf:
+            fits = waiting[:1]
+        elif speed is None:
+            fits = waiting[-1:] if left > 0 else []
+        else:
+            fits = [run for run in waiting if STARTING + run.tokens / speed < left][:1]
+        for run in fits:
+            waiting.remove(run)
+            return run
+        return None
+
+    def _go(self, wanted: Callable[[], Iterable[Run]], show: Show | None) -> None:
         began, done = time.monotonic(), list[Row]()
         running: dict[Future[Row | None], tuple[str, Run]] = {}
+        waiting = self._waiting(wanted(), ())
 
         def tell() -> None:
             if show is not None:
                 show(State(done, dict(running.values()), len(waiting), time.monotonic() - began))
 
         try:
-            while waiting or running:
-                if self.seconds is not None and time.monotonic() - began > self.seconds:
-                    waiting.clear()
-                while waiting and len(running) < self.jobs:
-                    run = waiting.pop(0)
+            while True:
+                left = math.inf if self.seconds is None else began + self.seconds - time.monotonic()
+                while len(running) < self.jobs and (run := self._next(waiting, left)) is not None:
                     folder = run.folder(self.work)
                     running[self._submit(execute, run, folder, self.machine)] = (str(folder), run)
                 tell()
-                for future in wait(running, timeout=0.5, return_when=FIRST_COMPLETED).done:
+                if not running:
+                    break
+                finished = wait(running, timeout=0.5, return_when=FIRST_COMPLETED).done
+                for future in finished:
                     del running[future]
                     row = future.result()
                     if row is None:
                         raise KeyboardInterrupt
                     self._add(row)
                     done.append(row)
-            tell()
+                if finished:
+                    waiting = self._waiting(wanted(), running.values())
         except BrokenProcessPool:
             self._pool = None
             raise UserError(
@@ -191,16 +219,20 @@ class Grid:
         """What is missing, and how long it takes, by the rows there are, by a stated speed, or by a few steps."""
         missing = self.missing(runs)
         tokens = sum(run.tokens for run in missing)
-        alike = [r for r in self.rows.values() if r.get("tokens_per_second") and "failed" not in r]
-        alike = [r for r in alike if r["jobs"] == self.jobs] or alike
-        if missing and alike:
-            speed = statistics.median(r["tokens"] / max(r["seconds"], 1e-9) for r in alike)
-        elif missing and speed is None and probe:
-            speed = self._probe(missing[0])
+        if missing:
+            speed = self.speed() or speed
+            if speed is None and probe:
+                speed = self._probe(missing[0])
         if speed is None:
             return Estimate(len(missing), tokens, None)
         longest = max((run.tokens for run in missing), default=0)
         return Estimate(len(missing), tokens, max(tokens / self.jobs, longest) / speed)
+
+    def speed(self) -> float | None:
+        """Tokens a second of one run, by the rows of as many at once, or of any."""
+        alike = [r for r in self.rows.values() if r.get("tokens_per_second") and "failed" not in r]
+        alike = [r for r in alike if r["jobs"] == self.jobs] or alike
+        return statistics.median(r["tokens"] / max(r["seconds"], 1e-9) for r in alike) if alike else None
 
     def _probe(self, run: Run) -> float:
         """Tokens a second of one of as many runs at once as there will be."""
