@@ -1,7 +1,7 @@
 """The sizes at which the paper's experiments are run, and the rules that take its settings from one to another.
 
 nano    all of it in minutes on two CPU cores: a check that everything works, no evidence
-micro   half a million parameters, about half an hour of one H200
+micro   half a million parameters, about ten minutes of one H200
 small   the paper's 125M model     large    its 772M model
 
 What is scaled, and how:
