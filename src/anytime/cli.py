@@ -618,7 +618,7 @@ def paper(
 
     Args:
         items: tables and figures by name.
-        scale: nano (minutes on two cores), micro (one GPU, about half an hour), small or large (the paper's).
+        scale: nano (minutes on two cores), micro (one GPU, about ten minutes), small or large (the paper's).
         data: a folder of tokens; nano takes the source of Python's own library by default.
         out: where rows, tables, figures and their page go; results/paper/SCALE by default.
         work: where the folders of runs are; runs/paper/SCALE by default.
@@ -664,7 +664,7 @@ def frontier(
         work: where the folders of runs are; runs/frontier/STUDY by default.
         jobs: runs at once.
         device: empty is CUDA where there is one, else the CPU.
-        minutes: no run is started after so long; 0 is no limit.
+        minutes: no run is started that would end later, as far as is known; 0 is no limit.
         yes: do not ask whether the cost is agreed to.
     """
     from .experiments.frontier import frontier as make
@@ -672,6 +672,51 @@ def frontier(
 
     index = make(
         study, methods=methods, data=data or ("python" if study == "nano" else "data"), out=Path(out) if out else None,
+        work=Path(work) if work else None, jobs=jobs, device=device, seconds=60 * minutes or None,
+        agree=lambda cost: _agreed(cost, yes), say=_say, showing=lambda: showing(sys.stdout, _say),
+    )  # fmt: skip
+    if index is None:
+        return 1
+    _say(f"Page: {index.resolve()}")
+    return 0
+
+
+def robust(
+    tasks: tuple[str, ...] = (),
+    /,
+    scale: str = "2M",
+    text: str = "",
+    frozen: str = "",
+    out: str = "",
+    work: str = "",
+    jobs: int = 1,
+    device: str = "",
+    minutes: float = 0.0,
+    yes: bool = False,
+) -> int:
+    """the recipe that `anytime frontier` froze, untouched on other work: anytime robust --text book.txt --jobs 10
+
+    Its one run against NorMuon scheduled for each horizon, at the best of five rates. An interrupted one goes on when
+    the same command is given again. Tasks: code, bytes, small-batch, large-batch, rates, fine-tune, shift, vit, conv;
+    all by default.
+
+    Args:
+        tasks: by name.
+        scale: 2M (one GPU), or nano (minutes on two cores).
+        text: a text of yours, for bytes; fine-tune and shift take it too.
+        frozen: where the recipe is; results/frontier/SCALE/frozen.json by default.
+        out: where rows and the page go; results/robust by default.
+        work: where the folders of runs are; runs/robust/SCALE by default.
+        jobs: runs at once.
+        device: empty is CUDA where there is one, else the CPU.
+        minutes: no run is started that would end later, as far as is known; 0 is no limit.
+        yes: do not ask whether the cost is agreed to.
+    """
+    from .experiments.progress import showing
+    from .experiments.robust import robust as make
+
+    index = make(
+        tasks, scale=scale, text=text, frozen=Path(frozen) if frozen else None, out=Path(out) if out else None,
         work=Path(work) if work else None, jobs=jobs, device=device, seconds=60 * minutes or None,
         agree=lambda cost: _agreed(cost, yes), say=_say, showing=lambda: showing(sys.stdout, _say),
     )  # fmt: skip
@@ -744,6 +789,7 @@ COMMANDS: dict[str, Command] = {
     "plan": _typed("plan", plan),
     "paper": _typed("paper", paper),
     "frontier": _typed("frontier", frontier),
+    "robust": _typed("robust", robust),
     "sweep": _typed("sweep", sweep),
 }
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from anytime.train import checkpoint
 from anytime.train import data as data_module
 from anytime.train.batches import Batches, split
-from anytime.train.branch import branch
+from anytime.train.branch import branch, fine_tune
 from anytime.train.build import Rates, build_optimizer
 from anytime.train.checkpoint import unflatten, weights
 from anytime.train.config import Config, Cooldown, DataConfig, OptimizerConfig
@@ -437,3 +437,39 @@ def test_a_full_disk_leaves_nothing(run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot write the branch to .*: No space left on device"):
         branch(run, tmp_path / "b", at=4)
     assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------ fine-tuning
+
+
+@pytest.mark.parametrize("name", ["SFNorMuon", "NorMuon", "AdamW"])
+def test_fine_tuning_begins_with_x_and_a_fresh_optimizer(origin, run, tmp_path, name):
+    """As if the weights of X had been those of a new run; with any optimizer, on other data."""
+    config = replace(settings(origin), run=str(tmp_path / "tuned"), data=DataConfig(path=str(origin / "other")))
+    config = replace(config, optimizer=OptimizerConfig(name=name, lr=0.01, warmup_steps=2), until="3 steps")
+    fine_tune(run, config, at=4)
+    x = tensors(run, 4, "model")
+    begun = tensors(tmp_path / "tuned", 0)
+    assert all(torch.equal(x[key], tensor) for key, tensor in weights(begun).items())
+    assert all(torch.equal(x[key], tensor) for key, tensor in tensors(tmp_path / "tuned", 0, "model").items())
+    model = GPT(MODEL)
+    model.load_state_dict(x)
+    fresh = build_optimizer(model, config.optimizer)
+    assert train(config).step == 3
+    tokens = Tokens.open(str(origin / "other"), "train")
+    for step in range(3):
+        model(*split(Batches(tokens, MODEL.context, config.seed).batch(2 * step, 2), torch.device("cpu"))).backward()
+        fresh.step()
+        fresh.zero_grad()
+    for key, tensor in weights(tensors(tmp_path / "tuned", 3)).items():
+        torch.testing.assert_close(tensor, model.state_dict()[key], rtol=1e-5, atol=1e-6)
+    assert train(replace(config, until="4 steps")).step == 4
+
+
+def test_fine_tuning_refuses_another_model_and_a_folder_that_is_there(origin, run, tmp_path):
+    config = replace(settings(origin), run=str(tmp_path / "tuned"))
+    with pytest.raises(UserError, match=r"model\.width is 64 and was 32"):
+        fine_tune(run, replace(config, model=replace(MODEL, width=64)))
+    assert not (tmp_path / "tuned").exists()
+    with pytest.raises(UserError, match="is there already"):
+        fine_tune(run, settings(origin))

@@ -182,7 +182,7 @@ def regrets(
             [
                 method.name,
                 *(number(found[h], 4) for h in study.horizons),
-                *(_signed(regret.means[h]) for h in study.horizons),
+                *(signed(regret.means[h]) for h in study.horizons),
                 _interval(regret.most),
                 _interval(regret.mean),
                 "–" if ratio is None else f"{ratio:.2f}",
@@ -198,13 +198,13 @@ def regrets(
     return Table(f"Regret against the envelope, {study.name}", head, body, note)
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−") if math.isfinite(value) else "diverged"
 
 
 def _interval(pair: tuple[float, float]) -> str:
     value, upper = pair
-    return _signed(value) + (f" ({_signed(upper)})" if math.isfinite(upper) else "")
+    return signed(value) + (f" ({signed(upper)})" if math.isfinite(upper) else "")
 
 
 def ablations(found: Found, choice: Choice, recipe: Mapping[float, Sequence[float]]) -> Table:
@@ -214,7 +214,7 @@ def ablations(found: Found, choice: Choice, recipe: Mapping[float, Sequence[floa
         worse = Regret.of(found.losses(*found.without(METHODS[RECIPE], choice, part)), recipe)
         mean, upper = worse.mean
         interval = f" ± {upper - mean:.4f}" if math.isfinite(upper) else ""
-        body.append([part, *(_signed(worse.means[h]) for h in horizons), _signed(mean) + interval])
+        body.append([part, *(signed(worse.means[h]) for h in horizons), signed(mean) + interval])
     note = "Loss above the recipe's, seed by seed; ± half of the 95% interval."
     return Table("The recipe without its parts", ["", *(f"{h:g}×" for h in horizons), "mean"], body, note)
 
@@ -242,7 +242,7 @@ def settings(study: Study, methods: Sequence[Method], choices: Mapping[str, Choi
             for point in choices[method.name].points[horizon]:
                 said = ", ".join(f"{k} {v}" for k, v in point.setting)
                 at = f"{horizon:g}×" if method.enveloped else "all"
-                body.append([method.name, at, f"{study.lr(point.octave):g}", said])
+                body.append([method.name, at, f"{study.lr(point.octave, method):g}", said])
     return Table("Settings", ["", "horizon", "rate", "others"], body)
 
 

@@ -16,6 +16,7 @@ import torch
 from ..diagnostics import detailed
 from ..train.checkpoint import checkpoints_in, read_resume, read_state, step_of, unflatten, weights
 from ..train.config import FIXED, Config, Until, flat, merged, plain, preset
+from ..train.device import device_name
 from ..train.errors import Diverged, UserError
 from ..train.loop import train
 from ..train.runs import origin, read_lines
@@ -74,6 +75,10 @@ class Run:
         plainly = "".join(c if c.isalnum() or c in "-." else "_" for c in self.name)
         return work / f"{plainly}-{self.seed}-{digest(same)}"
 
+    def execute(self, folder: Path, machine: Machine) -> Row | None:
+        """Runs, from where it stands, and gives the row; None if it was asked to stop."""
+        return _train(self, folder, machine)
+
 
 def digest(thing: Any) -> str:
     return hashlib.sha256(json.dumps(thing, sort_keys=True).encode()).hexdigest()[:12]
@@ -92,7 +97,10 @@ class Machine:
 
 
 def execute(run: Run, folder: Path, machine: Machine) -> Row | None:
-    """Runs, from where it stands, and gives the row; None if it was asked to stop."""
+    return run.execute(folder, machine)
+
+
+def _train(run: Run, folder: Path, machine: Machine) -> Row | None:
     here = {"run": str(folder), "data": {"path": machine.data}, "device": machine.device, "threads": machine.threads}
     config = merged(run.config, here)
     row: Row = {"key": run.key, "name": run.name, "seed": run.seed, "settings": dict(run.settings)}
@@ -122,6 +130,13 @@ def execute(run: Run, folder: Path, machine: Machine) -> Row | None:
     row |= {"tokens": last["tokens"], "seconds": round(last["seconds"], 2)}
     row["tokens_per_second"] = speed[-1] if speed else None
     return row | {"jobs": machine.jobs, "data": machine.fingerprint, "device": rows[0]["device"], **origin()}
+
+
+def blank(run: Run, machine: Machine) -> Row:
+    """The row of a run that has not begun."""
+    row: Row = {"key": run.key, "name": run.name, "seed": run.seed, "settings": dict(run.settings), "losses": {}}
+    row |= {"tokens": 0, "seconds": 0.0, "tokens_per_second": None, "jobs": machine.jobs}
+    return row | {"device": device_name(torch.device(machine.device)), **origin()}
 
 
 def thin(rows: Sequence[Row], limit: int) -> list[Row]:

@@ -5,21 +5,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ..storage.regions import regions_of
 from .build import build_optimizer, optimizer_class, with_horizon
-from .checkpoint import FORMAT, MODEL, Snapshot, read_resume, read_state, read_tensors, weights, write_checkpoint
+from .checkpoint import (
+    FORMAT,
+    MODEL,
+    Snapshot,
+    as_weights,
+    flatten,
+    read_resume,
+    read_state,
+    read_tensors,
+    weights,
+    write_checkpoint,
+)  # fmt: skip
 from .config import Config, Cooldown, flat, merged, plain, to_toml
 from .data import absolute, check_tokenizer, check_vocabulary, open_data, tokenizer_in
 from .errors import UserError
 from .files import write_atomically
 from .model import GPT
-from .runs import CONFIG, LOCK, find_checkpoint, stored_config
+from .runs import CONFIG, LOCK, find_checkpoint, origin, stored_config
 
 #: What the weights and the optimizer's state are made for, so that it cannot change on the way.
 _KEPT = ("model.", "optimizer.name", "optimizer.momentum_dtype")
@@ -73,16 +85,54 @@ def branch(
     check_tokenizer(data.tokenizer, tokenizer_in(found))
     with torch.device("meta"):
         build_optimizer(GPT(config.model), config.optimizer)
+
+    def write(beside: Path) -> None:
+        _fill(beside, found, state, config, restart=average == "restart")
+        if config.data.path == old.data.path and (source / "data").is_dir():
+            shutil.copytree(source / "data", beside / "data")
+
+    about = {"from": str(source.resolve()), "step": step, "average": average, "cooldown": cooldown}
+    _make(to, config, about, write)
+    return config
+
+
+def fine_tune(source: Path | str, config: Config, *, at: int | None = None) -> Config:
+    """Makes the run folder `config.run`, which stands at step 0 with the weights X of step `at` of `source` (its newest
+    by default) and an optimizer that has seen nothing; train() goes on there, with any optimizer and data."""
+    source, to = Path(source), Path(config.run)
+    found = find_checkpoint(source, at)
+    state = read_state(found)
+    config = with_horizon(dataclasses.replace(config, data=absolute(config.data)))
+    before, after = state["config"]["model"], plain(config.model)
+    for key in after:
+        if before.get(key) != after[key]:
+            raise UserError(f"model.{key} is {after[key]!r} and was {before.get(key)!r}: its weights cannot change it")
+    check_tokenizer(open_data(config.data, source / "data").tokenizer, tokenizer_in(found))
+    model = GPT(config.model)
+    model.load_state_dict(read_tensors(found / MODEL))
+    packed = build_optimizer(model, config.optimizer).state_dict()
+    tensors = as_weights(model.state_dict().items()) | flatten(packed["state"])
+    fresh = {
+        "step": 0, "tokens": 0, "position": 0, "data": None, "seconds": 0.0, "groups": packed["param_groups"],
+        **origin(),
+    }  # fmt: skip
+
+    def write(beside: Path) -> None:
+        _write(beside, found, fresh, config, read_tensors(found / MODEL), tensors)
+
+    _make(to, config, {"from": str(source.resolve()), "step": state["step"], "optimizer": "fresh"}, write)
+    return config
+
+
+def _make(to: Path, config: Config, about: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+    """A run's folder that appears whole or not at all."""
     if to.exists():
         raise UserError(f"{to} is there already: choose another folder for the branch")
     beside = to.with_name(f".{to.name}.new")
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        _fill(beside, found, state, config, restart=average == "restart")
-        if config.data.path == old.data.path and (source / "data").is_dir():
-            shutil.copytree(source / "data", beside / "data")
-        about = {"from": str(source.resolve()), "step": step, "average": average, "cooldown": cooldown}
+        write(beside)
         write_atomically(beside / "branch.json", json.dumps(about, indent=1).encode())
         write_atomically(beside / CONFIG, to_toml(config).encode())
         (beside / LOCK).touch()
@@ -91,7 +141,6 @@ def branch(
         shutil.rmtree(beside, ignore_errors=True)
         reason = wrong.strerror if isinstance(wrong, OSError) else None
         raise UserError(f"cannot write the branch to {to}: {reason or wrong}") from None
-    return config
 
 
 def _fill(to: Path, found: Path, state: dict[str, Any], config: Config, *, restart: bool) -> None:
@@ -105,6 +154,12 @@ def _fill(to: Path, found: Path, state: dict[str, Any], config: Config, *, resta
         model = {name: tensor.clone() for name, tensor in weights(tensors).items()}
     if config.data.path != state["config"]["data"]["path"]:
         state |= {"data": None, "position": 0}
+    _write(to, found, state, config, model, tensors)
+
+
+def _write(
+    to: Path, found: Path, state: dict[str, Any], config: Config, model: dict[str, Tensor], tensors: dict[str, Tensor]
+) -> None:
     state |= {"format": FORMAT, "config": plain(config), "evaluation": None, "evaluated": -1}
     texts = {
         "state.json": json.dumps(state, indent=1),
