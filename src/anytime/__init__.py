@@ -5,6 +5,7 @@ from .optim.base import AnytimeOptimizer, Iterates
 from .optim.migrate import start_from
 from .optim.scheduled import AdamW, Lion, Muon, NorMuon, Shampoo, SignSGD, SpectralDescent
 from .optim.sf_elementwise import SFSGD, SFAdamW, SFLion
+from .optim.sf_plus import SFPlus
 from .optim.sf_spectral import SFMuon, SFNorMuon, SFSpectralSGD
 from .version import __version__
 
@@ -20,6 +21,7 @@ __all__ = [
     "SFLion",
     "SFMuon",
     "SFNorMuon",
+    "SFPlus",
     "SFSpectralSGD",
     "Shampoo",
     "SignSGD",

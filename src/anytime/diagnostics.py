@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core import averaging
 from .core.layout import Layout
 from .distributed.parts import is_sharded, local, part_like
 from .optim.base import AnytimeOptimizer
 from .optim.groups import Place, places
-from .optim.rules import ELEMENTWISE, RULES
+from .optim.rules import ELEMENTWISE
 
 _detailed: ContextVar[bool] = ContextVar("detailed", default=False)
 
@@ -95,16 +94,16 @@ class Probe:
             of: dict[str, Any] = {"dtype": torch.float64, "device": device}
             return torch.cat([torch.empty(0, **of), *(torch.as_tensor(v, **of).reshape(1) for v in values)])
 
-        rates = [self._rate(place, step) for place, (step, _) in zip(self.watched, self.clocks, strict=True)]
+        rates = [self._rates(place, step) for place, (step, _) in zip(self.watched, self.clocks, strict=True)]
         sums, shapes = [], []
-        for place, before, eta in zip(self.watched, self.before, rates, strict=True):
-            update, z = self._update(place, before, eta)
+        for place, before, (eta, decay) in zip(self.watched, self.before, rates, strict=True):
+            update, z = self._update(place, before, eta * decay)
             sums.append(self._sums(place, before[0], update, z))
             if detail and self.spectral:
                 shapes.append(self._shape(place, update))
         self.optimizer.sum_parts_([place.param for place in self.watched], sums)
         z, u, old, product, d = (column([s[i] for s in sums]) for i in range(5))
-        size, rate = column([place.param.numel() for place in self.watched]), column(rates)
+        size, rate = column([place.param.numel() for place in self.watched]), column([eta for eta, _ in rates])
         found = {
             "rho": (z / size).sqrt(),
             "alpha": product / (u * old).sqrt().clamp(min=1e-30),
@@ -140,25 +139,24 @@ class Probe:
         }
         return [names.get(id(place.param), f"parameter {place.order}") for place in self.places]
 
-    def _rate(self, place: Place, before: Tensor) -> Tensor:
-        """η_t of the step that was taken, 0 if it was left out."""
-        group, t = place.group, self.optimizer.state[place.param]["step"]
-        eta = averaging.warmed_up(t, group["lr"], group["warmup_steps"]) * group["rate"]
-        rate: Tensor = eta * RULES[group["rule"]].rate(t, group) * (t > before)
-        return rate
+    def _rates(self, place: Place, before: Tensor) -> tuple[Tensor, float | Tensor]:
+        """η_t and λ of the step that was taken, η_t 0 if it was left out."""
+        state = self.optimizer.state[place.param]
+        eta, _, decay = self.optimizer.rates(place.group, state["step"].reshape(1), [state])
+        return eta[0] * (state["step"] > before), decay[0]
 
     def _z_and_decayed(self, place: Place) -> tuple[Tensor, Tensor | None]:
         """z, and what decays: z, y or nothing; of the part held here."""
         at = self.optimizer.iterates(place.param)
         return local(at.z), {"z": local(at.z), "y": local(at.y), None: None}[place.group.get("decay_at", "z")]
 
-    def _update(self, place: Place, before: tuple[Tensor, Tensor | None], eta: Tensor) -> tuple[Tensor, Tensor]:
+    def _update(self, place: Place, before: tuple[Tensor, Tensor | None], decay: Tensor) -> tuple[Tensor, Tensor]:
         """η U, what the step took from z beside the decay, and z; of the part held here."""
         old, decayed = before
         z = local(self.optimizer.iterates(place.param).z)
         update = old - z
         if decayed is not None:
-            update -= (eta.to(z.dtype) * place.group["weight_decay"]) * decayed
+            update -= decay.to(z.dtype) * decayed
         return update, z
 
     def _sums(self, place: Place, old: Tensor, update: Tensor, z: Tensor) -> Tensor:

@@ -196,9 +196,34 @@ def test_all_runs_can_be_trained():
         assert len(set(keys)) == len(keys)
 
 
+def test_a_method_is_what_it_says_and_nothing_of_a_preset():
+    from anytime.train.config import OptimizerConfig, flat, plain
+
+    usual = flat(plain(OptimizerConfig()))
+    for method in METHODS.values():
+        point = Try((), 0) if method.published else grid(method)[0]
+        run = STUDIES["2M"].run(method, point, 1, 0)
+        said = {k for k, v in flat(plain(run.config.optimizer)).items() if v != usual.get(k)}
+        stated = {
+            *method.options,
+            *dict(point.setting),
+            "lr",
+            "warmup_steps",
+            *(["horizon"] if method.scheduled else []),
+        }
+        assert said <= stated, method.name
+
+
 def test_the_warmup_stands_in_for_its_name():
     options = dataclasses.replace(NANO, warmup=77).run(METHODS["anytime"], Try((), 0), 1, 0).settings["optimizer"]
     assert options["warmup_steps"] == options["averaging_warmup"] == options["beta_growth_start"] == 77
+
+
+def test_a_rate_of_another_scale_has_its_own_middle():
+    for study in STUDIES.values():
+        rates = [study.run(METHODS["ScheduleFree+"], Try((), o), 1, 0).settings["optimizer"]["lr"] for o in RATES]
+        assert rates == [0.5, 1.0, 2.0]
+        assert study.run(METHODS["SF-AdamW"], Try((), 0), 1, 0).settings["optimizer"]["lr"] == study.rate
 
 
 def test_a_cooldown_that_is_not_charged_is_run_beyond_its_horizon():

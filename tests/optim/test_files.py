@@ -41,6 +41,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SFMuon": [{}, {"nesterov": True, "scaling": "aspect"}],
     "SFSpectralSGD": [{}, {"momentum_dtype": torch.bfloat16}],
     "SFAdamW": [{}, {"bias_correction": "moment", "betas": (0.0, 0.9)}],
+    "SFPlus": [{}, {"polyak_beta": 0.5, "beta_anneal_steps": 4, "averaging_power": 2.0, "weight_decay": 20.0}],
     "SignSGD": [{}, {"momentum": 0.9}],
     "SpectralDescent": [{}, {"momentum": 0.9}],
 }
@@ -67,7 +68,7 @@ def train(named: Named, optimizer: torch.optim.Optimizer, seeds: Iterable[int]) 
             p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         if seed % 5 == 3:  # some steps are skipped
             named[0][1].grad.view(-1)[:1] = math.nan
-        optimizer.step()
+        optimizer.step(*([lambda: 2.0] if getattr(optimizer, "needs_loss", False) else []))
 
 
 def to_file(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Any]:

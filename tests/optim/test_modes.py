@@ -19,6 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "SFAdamW": {"lr": 0.05, "warmup_steps": 2},
     "SFSGD": {"lr": 0.1, "beta": 1.0},
     "SFLion": {"lr": 0.02, "warmup_steps": 0},
+    "SFPlus": {"lr": 0.5, "averaging_power": 1.0, "beta_anneal_steps": 4},
 }
 SCHEDULED = ("NorMuon", "AdamW")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -54,8 +55,9 @@ def train(model: Net, optimizer: torch.optim.Optimizer, seeds: Iterable[int]) ->
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(7, (6,), generator=generator)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(tokens).float(), tokens.roll(1)).backward()
-        optimizer.step()
+        loss = nn.functional.cross_entropy(model(tokens).float(), tokens.roll(1))
+        loss.backward()
+        optimizer.step(lambda: loss)  # noqa: B023
 
 
 def trained(name: str, dtype: torch.dtype = torch.float32, steps: int = 6) -> tuple[Net, anytime.AnytimeOptimizer]:

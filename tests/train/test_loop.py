@@ -98,6 +98,7 @@ def in_order(data, count, seed=0):
         ((5, 11), {"batch_size": 4, "micro_batch": 2, "checkpoint_every": 3}),
         ((7,), {"optimizer": {"name": "SFAdamW", "clip": None}, "checkpoint_every": 0}),
         ((6,), {"optimizer": {"name": "SFMuon", "momentum_dtype": "bfloat16"}}),
+        ((4,), {"optimizer": {"name": "SFPlus", "lr": 1.0, "weight_decay": 20.0, "polyak_beta": 0.5}}),
         ((3, 9), {"optimizer": {"name": "NorMuon", "schedule": "cosine", "horizon": 12, "warmup_steps": 2}}),
         ((8,), {"optimizer": {"name": "AdamW", "schedule": "wsd", "horizon": 12}, "seed": 3}),
     ],

@@ -236,6 +236,13 @@ def test_several_processes_train_what_one_would(ranks, bench, whole, layout):
     compare(bench, "run", whole)
 
 
+def test_a_rate_from_the_loss_is_from_everyones(ranks, bench):
+    optimizer = {"name": "SFPlus", "lr": 1.0, "clip": 1.0}
+    bench.train("one", until="8 steps", **settings("one", optimizer=optimizer))
+    run(ranks, bench, "two", "ddp2", "--until", "8 steps", optimizer=optimizer)
+    compare(bench, "two", bench, "one")
+
+
 MODEL_ALONE = """
 import json, os, torch, torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -527,6 +534,12 @@ def act(self, number):
         ),
         ({"batch_size": 3, "micro_batch": 1}, "batch_size is 3, must be a multiple of 2, the processes that share it"),
         ({"optimizer": {"lr": -1.0}}, "optimizer: "),
+        (
+            {"optimizer": {"name": "SFPlus"}, "parallel": {"shard": 2}},
+            "optimizer: SFPlus takes parameters that are whole on every process, without owners: use DDP, or another "
+            "optimizer",
+        ),
+        ({"optimizer": {"name": "SFPlus"}, "parallel": {"owners": "state"}}, "optimizer: SFPlus takes parameters "),
         ({"data": {"path": "nowhere"}}, "there is no data at "),
     ],
 )

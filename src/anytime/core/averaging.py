@@ -33,13 +33,13 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def growing_beta(t: Tensor, beta: float, power: float, start: int) -> Tensor:
+def growing_beta(t: Tensor, beta: float | Tensor, power: float, start: int) -> Tensor:
     """β_t: `beta` up to step `start`, then 1 − ((start − 1)/(t − 1))^power (1 − beta); constant at power 0.
 
     The rule of AMUSE (arXiv 2605.22432).
     """
     if power == 0:
-        return torch.full_like(t, beta)
+        return torch.zeros_like(t) + beta
     shrink = ((start - 1) / (t - 1).clamp(min=start - 1)) ** power
     return 1 - shrink * (1 - beta)
 
@@ -58,14 +58,15 @@ def tick(
     *,
     averaging_power: float,
     averaging_warmup: int,
-    beta_start: float,
+    beta_start: float | Tensor,
     beta_growth: float,
     beta_growth_start: int,
+    weighs: Tensor | None = None,
 ) -> Clock:
     """The scalars of step number t at rate η_t: weight w = η_t² t^r and c = w / Σw, with c = 1 and no sum
-    during the average's warmup."""
+    during the average's warmup. `weighs` takes η_t's place in the weight."""
     averages = t > averaging_warmup
-    w = torch.where(averages, eta.square() * t**averaging_power, 0) * ok
+    w = torch.where(averages, (eta if weighs is None else weighs).square() * t**averaging_power, 0) * ok
     weight_sum = weight_sum + w
     c = torch.where(averages & (weight_sum > 0), w / torch.where(weight_sum > 0, weight_sum, 1), 1)
     beta_next = growing_beta(t + 1, beta_start, beta_growth, beta_growth_start)

@@ -51,6 +51,7 @@ class Method:
     scheduled: needs a run for each horizon. enveloped: is searched at each horizon and makes E(H) with its like.
     published: is taken as its authors gave it, at the study's rate, and not searched.
     after: a part of the horizon that is added to it and not charged: a cooldown branched off at the horizon.
+    rate: the middle of its rates, where its scale is not that of the study's.
     claimed: what is claimed rests on it, so it is run on all seeds; the others on the first ones.
     only: the settings that another study found, instead of those of the axes.
     """
@@ -62,6 +63,7 @@ class Method:
     enveloped: bool = False
     published: bool = False
     after: float = 0.0
+    rate: float | None = None
     claimed: bool = False
     only: tuple[Mapping[str, Any], ...] = ()
 
@@ -118,6 +120,10 @@ METHODS = {
             {"betas": [(0.9, 0.95), (0.95, 0.99)], "weight_decay": [0.05, 0.1]}, scheduled=True,
         ),
         Method("SF-AdamW", {"name": "SFAdamW"}, {"betas": [(0.9, 0.99), (0.95, 0.99)], "weight_decay": [0.05, 0.1]}),
+        Method(
+            "ScheduleFree+", {"name": "SFPlus", "averaging_warmup": WARMUP},
+            {"weight_decay": [20.0, 50.0], "averaging_power": [0.0, 2.0]}, rate=1.0,
+        ),
         Method("SF-NorMuon, the paper's", {"name": "SFNorMuon", "betas": [0.9, 0.95]}, published=True),
         Method(
             "SF-NorMuon, retuned", {"name": "SFNorMuon"},
@@ -169,20 +175,27 @@ class Study:
     warmup: int = 150
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def setup(self) -> dict[str, Any]:
+        """Of every run; the preset's optimizer is not a method's."""
+        return {**{k: v for k, v in PRESETS[self.preset].items() if k != "optimizer"}, **self.settings}
+
     def steps(self, multiple: float) -> int:
-        found = {**PRESETS[self.preset], **self.settings}
+        found = self.setup
         model, batch = ModelConfig(**found["model"]), int(found["batch_size"])
         return math.ceil(multiple * 20 * model.parameters / (batch * model.context))
 
     def seeds_of(self, method: Method) -> tuple[int, ...]:
         return self.seeds if method.claimed else self.seeds[: self.others]
 
-    def lr(self, octave: int) -> float:
-        return float(f"{self.rate * 2 ** (octave / 2):.3g}")
+    def lr(self, octave: int, method: Method | None = None) -> float:
+        middle = self.rate if method is None or method.rate is None else method.rate
+        return float(f"{middle * 2 ** (octave / 2):.3g}")
 
     def run(self, method: Method, point: Try, multiple: float, seed: int, *, curve: bool = False) -> Run:
         """One run; a horizon-free one is looked at in all horizons on its way, with `curve` between them too."""
-        options = {**method.options, **dict(point.setting), "lr": self.lr(point.octave), "warmup_steps": WARMUP}
+        lr = self.lr(point.octave, method)
+        options = {**method.options, **dict(point.setting), "lr": lr, "warmup_steps": WARMUP}
         options = {key: self.warmup if value == WARMUP else value for key, value in options.items()}
         free = not method.scheduled
         steps = self.steps(multiple * (1 + method.after))
@@ -190,8 +203,7 @@ class Study:
             options["horizon"] = steps
         looks = sorted({steps, *(self.steps(h) for h in (*self.short, *self.horizons))})
         settings = {
-            "preset": self.preset,
-            **self.settings,
+            **self.setup,
             "optimizer": options,
             "until": f"{steps} steps",
             "eval_per_doubling": 4 if curve else 0,

@@ -48,6 +48,14 @@ class Iterates(NamedTuple):
     z: Tensor
 
 
+class Rates(NamedTuple):
+    """Of one step of B parameters: η, the rate whose square weighs the step in the average, and λ of each."""
+
+    eta: Tensor
+    weighs: Tensor
+    decay: Sequence[float] | Tensor
+
+
 class AnytimeOptimizer(Resumable):
     """Abstract. `matrix` and `rest` are the rules and defaults that a final class brings.
 
@@ -62,6 +70,8 @@ class AnytimeOptimizer(Resumable):
     """
 
     averages = True
+    #: Whether step() must be given the loss, by a closure that returns it.
+    needs_loss = False
 
     def __init__(
         self,
@@ -221,6 +231,7 @@ class AnytimeOptimizer(Resumable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        value = as_loss(loss, type(self).__name__) if self.needs_loss else None
         if self._team.active:
             self._step_together()
             return loss
@@ -228,7 +239,7 @@ class AnytimeOptimizer(Resumable):
         if engine is None:
             by_kernels, rest = fused.split(self._work())
             if len(by_kernels) != 1 or rest:
-                self._step_in_parts(by_kernels, rest)
+                self._step_in_parts(by_kernels, rest, value)
                 return loss
             (work,) = by_kernels.values()
             engine = self._fused.get(work, self.averages, self._chunk_bytes)
@@ -271,12 +282,14 @@ class AnytimeOptimizer(Resumable):
             for name, (p, group, _, _) in zip(names, everywhere, strict=True)
         ]
 
-    def _step_in_parts(self, by_kernels: Mapping[torch.device, fused.Work], rest: fused.Work) -> None:
+    def _step_in_parts(
+        self, by_kernels: Mapping[torch.device, fused.Work], rest: fused.Work, loss: Tensor | None = None
+    ) -> None:
         """The step of several devices or processes, or of parameters that the kernels do not take."""
         engines = {
             device: self._fused.get(work, self.averages, self._chunk_bytes) for device, work in by_kernels.items()
         }
-        flags = []
+        flags = [] if loss is None else [loss.isfinite()]
         for engine in engines.values():
             engine.check()
             flags.append(engine.bad == 0)
@@ -291,6 +304,7 @@ class AnytimeOptimizer(Resumable):
         for device, engine in engines.items():
             engine.bad.copy_(finite[device] == 0)
             engine.update()
+        self._look(rest, finite, loss)
         for group, members in rest:
             self._update(group, members, finite[members[0][0].device])
 
@@ -348,11 +362,25 @@ class AnytimeOptimizer(Resumable):
     def _judge(self, finite: dict[torch.device, Tensor]) -> None:
         """Counts a skipped step, or raises where asked; it changes nothing in either case."""
         if self._on_nonfinite == "raise" and finite and not next(iter(finite.values())).item():
-            raise RuntimeError("a gradient holds inf or NaN; nothing was changed (on_nonfinite='raise')")
+            what = "the loss or a gradient" if self.needs_loss else "a gradient"
+            raise RuntimeError(f"{what} holds inf or NaN; nothing was changed (on_nonfinite='raise')")
         for device, ok in finite.items():
             if device not in self._skipped:
                 self._skipped[device] = torch.zeros_like(ok)
             self._skipped[device].add_(1 - ok)
+
+    def _look(self, work: fused.Work, finite: Mapping[torch.device, Tensor], loss: Tensor | None) -> None:
+        """What must be known of all gradients before any parameter moves; a class that has such puts it in states."""
+
+    def rates(self, group: Group, t: Tensor, states: Sequence[State]) -> Rates:
+        """Of step number t [B]."""
+        eta = averaging.warmed_up(t, group["lr"], group["warmup_steps"]) * group["rate"]
+        eta = eta * RULES[group["rule"]].rate(t, group)
+        return Rates(eta, eta, [group["weight_decay"]] * len(states))
+
+    def beta(self, group: Group, t: Tensor) -> float | Tensor:
+        """β of step number t [B], before its growth."""
+        return averaging_beta(group)
 
     def _update(self, group: Group, members: list[tuple[Tensor, State, Layout]], ok: Tensor) -> None:
         params, states, layouts = (list(column) for column in zip(*members, strict=True))
@@ -365,7 +393,7 @@ class AnytimeOptimizer(Resumable):
         direction = RULES[group["rule"]]
         precise = compute_dtype(params[0])
         t = torch.stack([state["step"] for state in states]) + 1
-        eta = averaging.warmed_up(t, group["lr"], group["warmup_steps"]) * group["rate"] * direction.rate(t, group)
+        eta, weighs, decay = self.rates(group, t, states)
         # A gradient of a skipped step must not reach the buffers even times zero.
         grads = [torch.where(ok > 0, grad.to(precise), 0.0) for grad in grads]
         U = direction(Batch(grads, states, layouts, group, t, ok, parts))
@@ -378,9 +406,10 @@ class AnytimeOptimizer(Resumable):
                 ok,
                 averaging_power=group["averaging_power"],
                 averaging_warmup=group["averaging_warmup"],
-                beta_start=averaging_beta(group),
-                beta_growth=group["beta_growth"],
-                beta_growth_start=group["beta_growth_start"],
+                beta_start=self.beta(group, t),
+                beta_growth=group.get("beta_growth", 0.0),
+                beta_growth_start=group.get("beta_growth_start", 2),
+                weighs=weighs,
             )
             eta = clock.eta
         else:
@@ -388,11 +417,13 @@ class AnytimeOptimizer(Resumable):
         inside: Sequence[Tensor | None] = [None] * len(U)
         if group.get("projection") is not None:
             at = [self._y_and_z(p, state) for p, state in zip(params, states, strict=True)]
-            moved = [z + fast_step(y, z, u, eta[i], group) for i, ((y, z), u) in enumerate(zip(at, U, strict=True))]
+            moved = [
+                z + fast_step(y, z, u, eta[i], decay[i], group) for i, ((y, z), u) in enumerate(zip(at, U, strict=True))
+            ]
             inside = confined(moved, layouts, parts, group)
         for i, (p, state, u) in enumerate(zip(params, states, U, strict=True)):
             y, z = self._y_and_z(p, state)
-            dz = fast_step(y, z, u, eta[i], group, inside[i])
+            dz = fast_step(y, z, u, eta[i], decay[i], group, inside[i])
             if self.averages:
                 averaging.advance_(y, state["d"], dz, clock.c[i], clock.beta[i], clock.beta_next[i])
                 write_(p, y, state)
@@ -579,6 +610,19 @@ def compute_dtype(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
+def as_loss(loss: Any, owner: str) -> Tensor:
+    """What a closure returned, 0-dim."""
+    if loss is None:
+        raise RuntimeError(
+            f"{owner}.step() needs the loss: call optimizer.step(lambda: loss) after loss.backward(), or step(closure) "
+            "with a closure that returns it"
+        )
+    value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+    if value.numel() != 1:
+        raise RuntimeError(f"{owner}.step() needs the loss as one number, not of shape {tuple(value.shape)}")
+    return value.reshape(())
+
+
 def averaging_beta(group: Group) -> float:
     return float(group["beta"] if "beta" in group else group["betas"][0])
 
@@ -604,12 +648,15 @@ def confined(Z: list[Tensor], layouts: list[Layout], parts: Parts | None, group:
     return inside(Z, layouts) if parts is None else parts.whole(inside, Z)
 
 
-def fast_step(y: Tensor, z: Tensor, u: Tensor, eta: Tensor, group: Group, inside: Tensor | None = None) -> Tensor:
+def fast_step(
+    y: Tensor, z: Tensor, u: Tensor, eta: Tensor, decay: float | Tensor, group: Group, inside: Tensor | None = None
+) -> Tensor:
     """z' − z = −η (U + λ z or y), or to `inside`, where that is confined to."""
     if inside is not None:
         return torch.where(eta > 0, inside - z, 0)
     if group["weight_decay"] and group.get("decay_at", "z") is not None:
-        u = torch.add(u, y if group.get("decay_at") == "y" else z, alpha=group["weight_decay"])
+        at = y if group.get("decay_at") == "y" else z
+        u = torch.addcmul(u, at, decay.to(u.dtype)) if isinstance(decay, Tensor) else torch.add(u, at, alpha=decay)
     return u * -eta.to(u.dtype)
 
 

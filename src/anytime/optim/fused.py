@@ -40,9 +40,12 @@ def available(device: torch.device) -> bool:
 
 def takes(group: Group, member: Member) -> bool:
     """Whether the kernels do this parameter's update: of Adam's and the polynomial spectral rules, on plain dense
-    tensors of at most 32 bits. Everything else goes the slow way, which is the definition."""
+    tensors of at most 32 bits, the rate not from the loss. Everything else goes the slow way, which is the definition.
+    """
     p, state, _ = member
     grad = p.grad
+    if group["rule"] == "sf-plus":
+        return False
     if grad is None or not available(p.device) or type(grad) is not Tensor or type(p.data) is not Tensor:
         return False
     if p.dtype not in _NARROW or grad.dtype not in _NARROW or grad.stride() != p.stride() or p.numel() >= 2**31:

@@ -12,9 +12,10 @@ RULES: dict[str, Direction] = {
     "shampoo": Shampoo(),
     "sf-adamw": Adam(),
     "adamw": Adam(first_moment=True),
+    "sf-plus": Adam(first_moment=True),
     "sgd": Gradient(),
     "sign": Steepest("max"),
     "lion": Steepest("max"),
 }
 #: Rules that do not read a parameter as matrices.
-ELEMENTWISE = ("sf-adamw", "adamw", "sgd", "sign", "lion")
+ELEMENTWISE = ("sf-adamw", "adamw", "sf-plus", "sgd", "sign", "lion")

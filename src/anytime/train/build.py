@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..optim import scheduled, sf_elementwise, sf_spectral
+from ..optim import scheduled, sf_elementwise, sf_plus, sf_spectral
 from ..optim.base import AnytimeOptimizer
 from ..optim.options import CHECKS
 from ..optim.rules import ELEMENTWISE
@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, type[AnytimeOptimizer]] = {
     kind.__name__: kind
     for kind in (
         sf_spectral.SFNorMuon, sf_spectral.SFMuon, sf_spectral.SFSpectralSGD,
-        sf_elementwise.SFAdamW, sf_elementwise.SFSGD, sf_elementwise.SFLion,
+        sf_elementwise.SFAdamW, sf_elementwise.SFSGD, sf_elementwise.SFLion, sf_plus.SFPlus,
         scheduled.NorMuon, scheduled.Muon, scheduled.SpectralDescent, scheduled.Shampoo,
         scheduled.AdamW, scheduled.SignSGD, scheduled.Lion,
     )

@@ -43,7 +43,7 @@ class DataConfig:
 class OptimizerConfig:
     """An optimizer of this library by its class's name, and its options; None leaves the class's default."""
 
-    # SFNorMuon, SFMuon, SFSpectralSGD, SFAdamW, SFSGD, SFLion; NorMuon, Muon, SpectralDescent, Shampoo, AdamW, …
+    # SFNorMuon, SFMuon, SFSpectralSGD, SFAdamW, SFSGD, SFLion, SFPlus; NorMuon, Muon, SpectralDescent, Shampoo, …
     name: str = "SFNorMuon"
     # η, reached after the warmup.
     lr: float | None = None
@@ -53,7 +53,7 @@ class OptimizerConfig:
     weight_decay: float | None = None
     # β of the average and β2 of the second moment; of Lion's and AdamW's kind, their own two.
     betas: tuple[float, float] | None = None
-    # β of the average, where the optimizer has no second moment.
+    # β of the average, where it is not one of `betas`.
     beta: float | None = None
     # Of the second moment of rows, of NorMuon.
     beta2: float | None = None
@@ -91,6 +91,12 @@ class OptimizerConfig:
     beta_growth: float | None = None
     # The step after which it grows.
     beta_growth_start: int | None = None
+    # Steps in which β goes to beta_max; 0 keeps it; of SFPlus.
+    beta_anneal_steps: int | None = None
+    # Where it goes to.
+    beta_max: float | None = None
+    # Of the running mean of gradients' norms by which SFPlus divides the loss; 0 takes the last one.
+    polyak_beta: float | None = None
     # The same of what is not a matrix of a hidden layer; by default the rate and decay above.
     adam_lr: float | None = None
     adam_weight_decay: float | None = None

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -393,7 +394,11 @@ class Loop:
             norm = clip_(list(self.model.parameters()), config.optimizer.clip, self.world)
         every = config.diagnose_every
         probe = Probe(optimizer) if every and (self.step + 1) % every == 0 else None
-        optimizer.step()
+        if optimizer.needs_loss:
+            mean: Any = self.world.total(loss.clone()) / self.world.readers
+            optimizer.step(lambda: mean)
+        else:
+            optimizer.step()
         optimizer.zero_grad()
         self.step += 1
         self.position += config.batch_size
