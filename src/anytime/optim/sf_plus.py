@@ -1,4 +1,7 @@
-"""ScheduleFree+: the average around Adam's direction, with a rate that the loss sets."""
+"""ScheduleFree+: the average around Adam's direction, with a rate that the loss sets.
+
+After arXiv 2605.19095 and, where that leaves a choice, AdamCScheduleFreePlusPaper of facebookresearch/schedule_free.
+"""
 
 from __future__ import annotations
 
