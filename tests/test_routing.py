@@ -597,6 +597,7 @@ def options_of(group: dict[str, Any], **defaults: Any) -> tuple[dict[str, Any], 
         "averaging_warmup",
         "beta_growth",
         "beta_growth_start",
+        "decay_fading",
     ],
 )
 def test_shared_options_reach_both_rules(key: str) -> None:
@@ -765,6 +766,7 @@ EXAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "averaging_warmup": ([0, 1, 200], COUNTS),
     "beta_growth": ([0, 0.0, 0.4, 2], NUMBERS),
     "beta_growth_start": ([2, 200], [*COUNTS, 0, 1]),
+    "decay_fading": ([0, 1, 600], COUNTS),
     "beta_max": ([0, 0.965, 1], [*NUMBERS, 1.5]),
     "beta_anneal_steps": ([0, 1, 200], COUNTS),
     "polyak_beta": ([0, 0.0, 0.9], [*NUMBERS, 1, 1.0]),
@@ -776,6 +778,8 @@ EXAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
 OWNERS: dict[str, tuple[str, dict[str, Any]]] = {
     "beta": ("SFMuon", {}),
     "beta2": ("NorMuon", {}),
+    "betas": ("SFAdamW", {}),
+    **dict.fromkeys(("momentum", "weight_decay", "averaging_power"), ("SFMuon", {})),
     "nesterov": ("SFMuon", {}),
     "scaling": ("SFMuon", {}),
     "bias_correction": ("SFAdamW", {}),

@@ -124,7 +124,7 @@ class Probe:
             found["distance"] = d.sqrt()
         everyone = [place.group for place in self.places]
         if all(g["weight_decay"] and g.get("decay_at", "z") == "z" for g in everyone):
-            decay, alpha = column([g["weight_decay"] for g in groups]), found["alpha"]
+            decay, alpha = column([decay for _, decay in rates]), found["alpha"]
             root = (alpha.square() + 2 * rate * decay).sqrt()
             found["predicted"] = found["update_rms"] / 2 * (root - alpha) / decay
         if self.spectral:

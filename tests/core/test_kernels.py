@@ -326,11 +326,12 @@ def group_settings(draw):
         "correct_rate": draw(st.booleans()),
         "correct_moment": draw(st.booleans()),
         "first_moment": draw(st.booleans()),
+        "decay_fading": draw(st.sampled_from([0, 1, 3, 400])),
     }
 
 
 def test_settings_are_drawn_in_their_order():
-    assert passes.WIDTH.value == len(passes.SETTINGS) == 16
+    assert passes.WIDTH.value == len(passes.SETTINGS)
 
 
 @few
@@ -355,7 +356,7 @@ def test_tick_is_the_clock_of_the_average(groups, steps, fresh, bad, averages):
         for i in range(count)
     ]
     numbers = torch.tensor([[float(group[name]) for name in passes.SETTINGS] for group in groups], dtype=F64)
-    coefficients = torch.full((count + 1, 16), NAN, device=DEVICE)
+    coefficients = torch.full((count + 1, passes.WIDTH.value), NAN, device=DEVICE)
     ok = torch.full((), NAN, dtype=F64, device=DEVICE)
     passes.tick[(-(-count // 4),)](
         table_of(*rows),
@@ -387,7 +388,7 @@ def test_tick_is_the_clock_of_the_average(groups, steps, fresh, bad, averages):
             beta_growth=group["beta_growth"],
             beta_growth_start=group["beta_growth_start"],
         )
-        moment = group["correct_moment"]
+        moment, decay, fading = group["correct_moment"], group["weight_decay"], group["decay_fading"]
         expected = {
             "OK": fine,
             "ETA": clock.eta,
@@ -397,7 +398,7 @@ def test_tick_is_the_clock_of_the_average(groups, steps, fresh, bad, averages):
             "B2": (1 - group["decay2"]) * fine,
             "UNBIAS1": bias1 if moment and group["first_moment"] else torch.ones((), dtype=F64),
             "UNBIAS2": bias2 if moment else torch.ones((), dtype=F64),
-            "DECAY": group["weight_decay"],
+            "DECAY": averaging.faded(t, decay, fading) if fading else decay,
             "EPS": group["eps"],
             "RMS": group["update_rms"],
             "MU": group["decay1"],
@@ -422,7 +423,7 @@ def test_tick_is_the_clock_of_the_average(groups, steps, fresh, bad, averages):
 
 def coefficients_of(count: int, **values: float) -> Tensor:
     """A row a parameter, NaN but for what is named; OK = 1."""
-    out = torch.full((count, 16), NAN, device=DEVICE)
+    out = torch.full((count, passes.WIDTH.value), NAN, device=DEVICE)
     for name, value in {"OK": 1.0, **values}.items():
         out[:, getattr(passes, name).value] = value
     return out

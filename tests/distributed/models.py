@@ -107,4 +107,4 @@ def spread(model: Model, shard: int, tensor: int, replicate: int = 1) -> DeviceM
 
 def optimizer(model: nn.Module, **more: object) -> anytime.SFNorMuon:
     options = {"lr": 0.008, "warmup_steps": 5, "weight_decay": 0.1, "averaging_power": 1.0, "beta_growth": 0.4}
-    return anytime.SFNorMuon(model, rules=RULES, **(options | {"beta_growth_start": 5} | more))
+    return anytime.SFNorMuon(model, rules=RULES, **(options | {"beta_growth_start": 5, "decay_fading": 4} | more))

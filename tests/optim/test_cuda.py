@@ -13,8 +13,8 @@ from anytime.optim import fused
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 OPTIMIZERS = {
-    "sf_normuon": lambda p, **kw: anytime.SFNorMuon(p, warmup_steps=10, averaging_power=2.0, beta_growth=0.4, **kw),
-    "sf_muon": lambda p, **kw: anytime.SFMuon(p, warmup_steps=10, **kw),
+    "sf_normuon": lambda p, **kw: anytime.SFNorMuon(p, warmup_steps=10, recipe="anytime", **kw),
+    "sf_muon": lambda p, **kw: anytime.SFMuon(p, warmup_steps=10, decay_fading=3, **kw),
     "sf_adamw": lambda p, **kw: anytime.SFAdamW(p, warmup_steps=10, **kw),
     "sf_sgd": lambda p, **kw: anytime.SFSGD(p, lr=0.1, **kw),
     "sf_lion": lambda p, **kw: anytime.SFLion(p, warmup_steps=10, **kw),

@@ -189,6 +189,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "update_rms": ("SFMuon", {**SF, "update_rms": 0.7}),
     "average": ("SFNorMuon", {**SF, "averaging_power": 1.5, "averaging_warmup": 1}),
     "growth": ("SFNorMuon", {**SF, "beta_growth": 0.6, "beta_growth_start": 2, "betas": (0.5, 0.9)}),
+    "fading": ("SFNorMuon", {**SF, "weight_decay": 4.0, "decay_fading": 2}),
     "beta 0": ("SFAdamW", {**SF, "betas": (0.0, 0.0)}),
     "beta 1": ("SFMuon", {**SF, "beta": 1.0, "momentum": 0.0}),
     "no warmup": ("SFNorMuon", {"lr": 0.05, "warmup_steps": 0}),

@@ -39,7 +39,7 @@ ALL = tuple(SHAPES)
 MATRICES = ("tall", "wide", "square", "kernel", "experts")
 BETAS = {
     "constant": {"beta": 0.9},
-    "growing": {"beta": 0.4, "beta_growth": 0.4, "beta_growth_start": 60},
+    "growing": {"beta": 0.4, "beta_growth": 0.4, "beta_growth_start": 60, "decay_fading": 40},
     "zero": {"beta": 0.0},
 }
 DTYPES = (torch.float64, torch.float32)

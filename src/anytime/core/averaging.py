@@ -49,6 +49,11 @@ def warmed_up(t: Tensor, lr: float | Tensor, warmup_steps: int) -> Tensor:
     return lr * (t / warmup_steps).clamp(max=1) if warmup_steps > 0 else lr * torch.ones_like(t)
 
 
+def faded(t: Tensor, decay: float, steps: int) -> Tensor:
+    """λ_t = λ T / (T + t), for T steps."""
+    return decay * steps / (steps + t)
+
+
 def tick(
     t: Tensor,
     weight_sum: Tensor,

@@ -376,7 +376,8 @@ class AnytimeOptimizer(Resumable):
         """Of step number t [B]."""
         eta = averaging.warmed_up(t, group["lr"], group["warmup_steps"]) * group["rate"]
         eta = eta * RULES[group["rule"]].rate(t, group)
-        return Rates(eta, eta, [group["weight_decay"]] * len(states))
+        decay, fading = group["weight_decay"], group.get("decay_fading", 0)
+        return Rates(eta, eta, averaging.faded(t, decay, fading) if fading else [decay] * len(states))
 
     def beta(self, group: Group, t: Tensor) -> float | Tensor:
         """β of step number t [B], before its growth."""

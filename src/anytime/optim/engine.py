@@ -424,6 +424,7 @@ def _numbers(group: Group, lr: float) -> tuple[float, ...]:
         correction == "rate",
         correction == "moment",
         getattr(direction, "first_moment", False),
+        group.get("decay_fading", 0),
     )
 
 

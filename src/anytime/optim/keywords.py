@@ -25,14 +25,16 @@ class Handling(TypedDict, total=False):
     process_group: Any
 
 
-class Growth(Handling, total=False):
-    """β_t = 1 − ((T0 − 1)/(t − 1))^beta_growth (1 − β) after step T0 = beta_growth_start; 0 keeps β."""
+class Timed(Handling, total=False):
+    """What changes with the step: β_t = 1 − ((T0 − 1)/(t − 1))^beta_growth (1 − β) after step T0 = beta_growth_start,
+    and λ_t = λ T / (T + t) for T = decay_fading; 0 keeps β and λ."""
 
     beta_growth: float
     beta_growth_start: int
+    decay_fading: int
 
 
-class Average(Growth, total=False):
+class Average(Timed, total=False):
     """The average of a schedule-free optimizer: w = η_t² t^averaging_power, X at Z for averaging_warmup steps."""
 
     averaging_power: float
@@ -67,7 +69,7 @@ class ScheduledSpectral(Handling, Adam, Spectral, total=False):
     pass
 
 
-class SFNorMuon(Growth, Adam, Spectral, total=False):
+class SFNorMuon(Timed, Adam, Spectral, total=False):
     pass
 
 
@@ -89,6 +91,7 @@ AVERAGE: dict[str, Any] = {
     "averaging_warmup": 0,
     "beta_growth": 0.0,
     "beta_growth_start": 200,
+    "decay_fading": 0,
 }
 ADAM: dict[str, Any] = {
     "adam_lr": None,

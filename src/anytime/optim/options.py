@@ -71,6 +71,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "averaging_warmup": (_whole(0), "a whole number in [0, ∞)"),
     "beta_growth": (_between(0, math.inf), "an exponent in [0, ∞), 0 for a constant β"),
     "beta_growth_start": (_whole(2), "a whole number in [2, ∞)"),
+    "decay_fading": (_whole(0), "a whole number in [0, ∞), 0 for a constant decay"),
     "beta_max": (_between(0, 1, closed=True), "in [0, 1]"),
     "beta_anneal_steps": (_whole(0), "a whole number in [0, ∞), 0 for a constant β"),
     "polyak_beta": (_between(0, 1), "in [0, 1)"),

@@ -31,11 +31,13 @@ class Reference(ABC):
         averaging_warmup: int = 0,
         beta_growth: float = 0.0,
         beta_growth_start: int = 200,
+        decay_fading: int = 0,
     ) -> None:
         self.lr, self.beta, self.weight_decay, self.decay_at = lr, beta, weight_decay, decay_at
         self.warmup_steps = warmup_steps
         self.averaging_power, self.averaging_warmup = averaging_power, averaging_warmup
         self.beta_growth, self.beta_growth_start = beta_growth, beta_growth_start
+        self.decay_fading = decay_fading
         self.x, self.y, self.z = w.clone(), w.clone(), w.clone()
         self.t = 0
         self.s = 0.0
@@ -56,6 +58,11 @@ class Reference(ABC):
         shrink: float = ((T0 - 1) / (t - 1)) ** self.beta_growth
         return 1 - shrink * (1 - self.beta)
 
+    def decay(self) -> float:
+        """λ_t."""
+        T = self.decay_fading
+        return self.weight_decay * T / (T + self.t) if T else self.weight_decay
+
     def fast(self, Z: Tensor) -> Tensor:
         """What else happens to the new Z."""
         return Z
@@ -65,7 +72,7 @@ class Reference(ABC):
         eta = self.rate()
         U = self.direction(G)
         decayed = {"z": self.z, "y": self.y, None: torch.zeros_like(self.z)}[self.decay_at]
-        self.z = self.fast(self.z - eta * self.weight_decay * decayed - eta * U)
+        self.z = self.fast(self.z - eta * self.decay() * decayed - eta * U)
         if self.t <= self.averaging_warmup:
             c = 1.0
         else:

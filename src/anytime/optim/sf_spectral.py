@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -32,6 +32,33 @@ class ScheduleFreeSpectral(AnytimeOptimizer):
         super().__init__(params, matrix=Ruled(rule, matrix), rest=Ruled("sf-adamw", rest), **handling)
 
 
+def paper_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
+    """Algorithm 1 with the settings of the paper's tables."""
+    return {"betas": (0.9, 0.95), "momentum": 0.8, "weight_decay": 0.05, "averaging_power": 0.0}
+
+
+def anytime_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
+    """Every time scale grows with the step t, so that no horizon is preferred: docs/frontier.md.
+
+    With S = max(warmup_steps, 100) and T = 4 S: β_t = 1 − 0.6 ((S − 1)/(t − 1))^0.4 after step S, weights η² t³, and a
+    decay of η λ_t = 3 / (T + t), that is λ = 3 / (lr T), whatever the rate. A rate changed later changes the decay too.
+    """
+    start = max(warmup_steps, 100)
+    rate, fading = float(lr), 4 * start
+    return {
+        "betas": (0.4, 0.95),
+        "momentum": 0.85,
+        "weight_decay": 3 / (rate * fading) if rate else 0.0,
+        "averaging_power": 3.0,
+        "beta_growth": 0.4,
+        "beta_growth_start": start,
+        "decay_fading": fading,
+    }
+
+
+RECIPES = {"paper": paper_recipe, "anytime": anytime_recipe}
+
+
 @final
 class SFNorMuon(ScheduleFreeSpectral):
     """Schedule-Free NorMuon for the matrices of hidden layers, Schedule-Free AdamW for all other parameters.
@@ -44,14 +71,17 @@ class SFNorMuon(ScheduleFreeSpectral):
     Args:
         params: a module, parameters, named parameters, or groups of them.
         lr, warmup_steps: η_t = lr · min(1, t / warmup_steps); lr from the start at 0.
+        recipe: what is not given is as the recipe has it. "paper": betas (0.9, 0.95), momentum 0.8, weight_decay 0.05,
+            averaging_power 0, nothing else. "anytime", made for runs whose end nobody knows: see `anytime_recipe`.
         betas: β of the interpolation, 0 included, and β2 of the row statistics.
         momentum: μ.
         weight_decay, decay_at: λ, and where it acts: "z", "y" or None.
+        decay_fading: λ_t = λ T / (T + t) for T steps; 0 keeps λ.
         row_norm: False leaves P̂ = P.
         polar: "newton-schulz", "polar-express", "quintic", "svd", "low-rank", or a callable from one matrix to another.
         polar_dtype: the precision of the polar factor; None is float16 on CUDA, the parameter's own elsewhere.
         averaging_power, averaging_warmup: r, and for how many steps X stays at Z.
-        beta_growth=0, beta_growth_start=200: β_t = 1 − ((T0 − 1)/(t − 1))^growth (1 − β) after step T0; 0 keeps β.
+        beta_growth, beta_growth_start: β_t = 1 − ((T0 − 1)/(t − 1))^growth (1 − β) after step T0; 0 keeps β.
         momentum_dtype=None: a narrower M. nesterov=False: the polar factor of (1 − μ) G + μ M instead of M.
         scaling="rms", update_rms=0.2: the 0.2 √(mn) / ‖P̂‖_F above; for others see Muon.
         adam_lr, adam_weight_decay, adam_betas, adam_eps, adam_decay_at="y": of the SF-AdamW part; by default lr and
@@ -64,24 +94,30 @@ class SFNorMuon(ScheduleFreeSpectral):
         self,
         params: Params,
         lr: float | Tensor = 0.008,
-        betas: tuple[float, float] = (0.9, 0.95),
-        momentum: float = 0.8,
+        betas: tuple[float, float] | None = None,
+        momentum: float | None = None,
         eps: float = 1e-8,
-        weight_decay: float = 0.05,
+        weight_decay: float | None = None,
         decay_at: str | None = "z",
         warmup_steps: int = 2000,
         row_norm: bool = True,
         polar: Polar = "newton-schulz",
         polar_dtype: torch.dtype | None = None,
-        averaging_power: float = 0.0,
+        averaging_power: float | None = None,
         averaging_warmup: int = 0,
+        recipe: str = "paper",
         **more: Unpack[keywords.SFNorMuon],
     ) -> None:
-        options: dict[str, Any] = {"lr": lr, "betas": betas, "momentum": momentum, "eps": eps}
-        options |= {"weight_decay": weight_decay, "decay_at": decay_at, "warmup_steps": warmup_steps}
+        options: dict[str, Any] = {"lr": lr, "eps": eps, "decay_at": decay_at, "warmup_steps": warmup_steps}
         options |= {"row_norm": row_norm, "polar": polar, "polar_dtype": polar_dtype}
-        average: keywords.Average = {"averaging_power": averaging_power, "averaging_warmup": averaging_warmup}
-        super().__init__(params, "normuon", options, {**more, **average})
+        validate(options, options, type(self).__name__)
+        if recipe not in RECIPES:
+            raise ValueError(f"SFNorMuon: recipe is {recipe!r}; it must be one of {', '.join(map(repr, RECIPES))}")
+        given = {"betas": betas, "momentum": momentum, "weight_decay": weight_decay, "averaging_power": averaging_power}
+        stated: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+        filled = {**RECIPES[recipe](lr, warmup_steps), **stated, **more, "averaging_warmup": averaging_warmup}
+        options |= {key: filled.pop(key) for key in ("betas", "momentum", "weight_decay")}
+        super().__init__(params, "normuon", options, cast(keywords.ScheduleFreeSpectral, filled))
 
 
 @final

@@ -45,6 +45,8 @@ class OptimizerConfig:
 
     # SFNorMuon, SFMuon, SFSpectralSGD, SFAdamW, SFSGD, SFLion, SFPlus; NorMuon, Muon, SpectralDescent, Shampoo, …
     name: str = "SFNorMuon"
+    # Of SFNorMuon: what is not given below is as the paper or as the anytime recipe has it.
+    recipe: Literal["paper", "anytime"] | None = None
     # η, reached after the warmup.
     lr: float | None = None
     # Steps in which the rate rises from zero.
@@ -91,6 +93,8 @@ class OptimizerConfig:
     beta_growth: float | None = None
     # The step after which it grows.
     beta_growth_start: int | None = None
+    # T: the decay at step t is λ T / (T + t); 0 keeps it.
+    decay_fading: int | None = None
     # Steps in which β goes to beta_max; 0 keeps it; of SFPlus.
     beta_anneal_steps: int | None = None
     # Where it goes to.

@@ -43,10 +43,11 @@ SETTINGS = (
     "correct_rate",  # 13
     "correct_moment",  # 14
     "first_moment",  # 15
+    "decay_fading",  # 16
 )
-WIDTH: tl.constexpr = tl.constexpr(16)
+WIDTH: tl.constexpr = tl.constexpr(17)
 
-# Columns of a parameter's coefficients in a step, float32.
+# Columns of a parameter's coefficients in a step, float32; a row is as wide as the settings'.
 OK: tl.constexpr = tl.constexpr(0)
 ETA: tl.constexpr = tl.constexpr(1)
 KEEP_D: tl.constexpr = tl.constexpr(2)  # 1 − c
@@ -164,7 +165,9 @@ def tick(table, settings, bad, ok, coefficients, count, AVERAGES: tl.constexpr, 
     tl.store(out + B2, ((1.0 - decay2) * fine).to(tl.float32), mask=inside)
     tl.store(out + UNBIAS1, tl.where(moment & (_setting(group, 15) > 0), bias1, 1.0).to(tl.float32), mask=inside)
     tl.store(out + UNBIAS2, tl.where(moment, bias2, 1.0).to(tl.float32), mask=inside)
-    tl.store(out + DECAY, _setting(group, 8).to(tl.float32), mask=inside)
+    fading = _setting(group, 16)
+    decay = _setting(group, 8) * tl.where(fading > 0, fading / tl.maximum(fading + t, 1.0), 1.0)
+    tl.store(out + DECAY, decay.to(tl.float32), mask=inside)
     tl.store(out + EPS, _setting(group, 11).to(tl.float32), mask=inside)
     tl.store(out + RMS, _setting(group, 12).to(tl.float32), mask=inside)
     tl.store(out + MU, decay1.to(tl.float32), mask=inside)
