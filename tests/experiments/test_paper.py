@@ -55,6 +55,16 @@ def test_some_items(recorded, monkeypatch):
     ]  # fmt: skip
 
 
+def test_an_item_drawn_later_joins_the_page(recorded):
+    for name in ("rates", "main"):
+        cli.main(["paper", name, "--out", str(recorded)])
+    page = (recorded / "index.md").read_text()
+    headings = [line for line in page.splitlines() if line.startswith("## ")]
+    assert headings == [f"## {ITEMS[name].title}" for name in ITEMS if name in ("rates", "main")]
+    cli.main(["paper", "main", "--out", str(recorded)])
+    assert (recorded / "index.md").read_text() == page
+
+
 def test_an_item_that_is_not_there(capsys):
     assert cli.main(["paper", "mian"]) == 1
     assert "there is no item 'mian'; did you mean 'main'?" in capsys.readouterr().err

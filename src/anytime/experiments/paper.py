@@ -68,33 +68,43 @@ def paper(
 
 
 def redraw(items: Sequence[Item], found: Found, out: Path, say: Say = lambda text: None) -> Path:
-    """Every item from the rows that are there, and a page with all of them."""
+    """Every item from the rows that are there, and a page with all that were ever drawn in this folder."""
     out.mkdir(parents=True, exist_ok=True)
     scale = found.recipes.scale
-    parts = [f"# The paper's tables and figures, {scale.name}\n\n{about(scale)}\n"]
     for item in items:
         try:
-            parts.append(f"## {item.title}\n\n{written(item, found, out)}")
+            write(item, found, out / item.name)
         except MissingRow as missing:
             raise UserError(
                 f"{item.name}: {missing}; make it by: anytime paper {item.name} --scale {scale.name} --out {out}"
             ) from None
         say(f"{item.name}: {item.title}")
+    parts = [f"# The paper's tables and figures, {scale.name}\n\n{about(scale)}\n"]
+    parts += [f"## {item.title}\n\n{text}" for item in items_of(()) if (text := shown(item, out / item.name))]
     index = out / "index.md"
     write_atomically(index, ("\n".join(parts)).encode())
     return index
 
 
-def written(item: Item, found: Found, out: Path) -> str:
-    """Writes an item's files; its part of the page."""
-    path = out / item.name
+def write(item: Item, found: Found, path: Path) -> None:
+    """An item's files."""
     if item.table is not None:
         table = item.table(found)
-        write_atomically(path.with_suffix(".md"), f"# {table.title}\n\n{table.markdown()}".encode())
         write_atomically(path.with_suffix(".tex"), table.latex().encode())
-        return f"{table.markdown()}\n[Markdown]({path.name}.md), [LaTeX]({path.name}.tex)\n"
-    assert item.figure is not None
-    draw.save(item.figure, found, path)
+        write_atomically(path.with_suffix(".md"), f"# {table.title}\n\n{table.markdown()}".encode())
+    else:
+        assert item.figure is not None
+        draw.save(item.figure, found, path)
+
+
+def shown(item: Item, path: Path) -> str:
+    """An item's part of the page, from its files; nothing if it was not drawn yet."""
+    if item.table is not None:
+        file = path.with_suffix(".md")
+        table = file.read_text("utf-8").partition("\n\n")[2] if file.exists() else ""
+        return table and f"{table}\n[Markdown]({path.name}.md), [LaTeX]({path.name}.tex)\n"
+    if not path.with_suffix(".svg").exists():
+        return ""
     told = f"\nIn the paper: {item.paper}\n" if item.paper else ""
     return f"![{item.title}]({path.name}.svg)\n{told}\n[SVG]({path.name}.svg), [PDF]({path.name}.pdf)\n"
 
