@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import random
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from anytime.experiments import frontier
 from anytime.experiments.anytime import (
     FARTHEST,
+    LATER,
     METHODS,
     PARTS,
     RATES,
@@ -27,10 +30,10 @@ from anytime.experiments.anytime import (
     Method,
     Study,
     Try,
-    around,
+    bracket,
+    coordinates,
     freeze,
     frozen,
-    grid,
     inherited,
     search,
     study_of,
@@ -39,7 +42,7 @@ from anytime.experiments.recipes import MissingRow
 from anytime.experiments.regret import Regret, span, student, token_ratio
 from anytime.train.errors import UserError
 
-NANO = STUDIES["nano"]
+NANO = dataclasses.replace(STUDIES["nano"], tries=TRIES, later=LATER)
 
 
 # ------------------------------------------------------------------ arithmetic
@@ -116,63 +119,157 @@ def test_span_between_points_and_beside_a_divergence():
 # -------------------------------------------------------------------- searches
 
 
-def bowl(best, centre):
-    """A loss with its least at a setting and a rate."""
-    return lambda point: 3 + 0.1 * abs(point.octave - centre) + (point.setting != best.setting)
-
-
-@pytest.mark.parametrize("centre", [-9, -5, -1, 0, 1, 2, 3, 6, 9])
-@pytest.mark.parametrize("number", [0, 3])
-def test_a_search_ends_at_the_best_between_its_neighbours(centre, number):
-    method = METHODS["NorMuon"]
-    best = Try.of(list(method.settings())[number], 0)
-    loss, known, asked = bowl(best, centre), {}, []
+def searched(rule, loss, limit=TRIES, draw=None):
+    """(what was asked for, batch by batch; what was tried, the best first). Losses come one by one, with `draw` in a
+    random order."""
+    known, batches = {}, []
     while True:
-        missing, ranked = search(grid(method), known.get)
-        if not missing:
-            break
-        assert not set(missing) & known.keys()
-        asked.append(missing)
-        known |= {point: loss(point) for point in missing}
-    assert len(asked[0]) == TRIES
-    assert ranked[0] == Try(best.setting, centre)
-    assert set(ranked) == known.keys()
-    assert {Try(best.setting, centre + way) for way in (-1, 1)} <= known.keys()
-    assert ranked == sorted(ranked, key=known.get)
+        wants, ranked = search(rule, known.get, limit)
+        assert set(ranked) == known.keys()
+        assert ranked == sorted(ranked, key=known.get)
+        if not wants:
+            return batches, ranked
+        assert len(set(wants)) == len(wants)
+        assert not set(wants) & known.keys()
+        assert len(known) + len(wants) <= limit
+        batches.append(wants)
+        for point in draw.sample(wants, len(wants)) if draw else wants:
+            assert set(search(rule, known.get, limit)[0]) == set(wants) - known.keys()
+            known[point] = loss(point)
+
+
+def walk(method, start=None):
+    return functools.partial(coordinates, method.axes, start or method.first)
+
+
+def every(method):
+    """All of its settings."""
+    return [dict(zip(method.axes, values, strict=True)) for values in itertools.product(*method.axes.values())]
+
+
+def neighbours(method, point, by=2):
+    """One step away along an axis, or `by` half octaves."""
+    at = {axis: values.index(dict(point.setting)[axis]) for axis, values in method.axes.items()}
+    for setting in every(method):
+        away = sum(abs(values.index(setting[axis]) - at[axis]) for axis, values in method.axes.items())
+        for octave in {0: [-by, by], 1: [0]}.get(away, []):
+            if abs(point.octave + octave) <= FARTHEST:
+                yield Try.of(setting, point.octave + octave)
+
+
+@st.composite
+def spaces(draw):
+    axes = {f"axis {i}": tuple(range(n)) for i, n in enumerate(draw(st.lists(st.integers(1, 4), max_size=3)))}
+    start = {axis: draw(st.sampled_from(values)) for axis, values in axes.items()}
+    return Method("any", {}, axes), Try.of(start, draw(st.integers(-FARTHEST, FARTHEST)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(spaces(), st.integers(1, 60), st.integers(0, 10**6), st.sampled_from([2, 5, 1000]))
+def test_any_search_ends_whatever_the_losses_and_their_order(space, limit, seed, levels):
+    """Within its limit, or where no step helps; ties and divergences among the losses."""
+    method, start = space
+
+    def loss(point):
+        drawn = random.Random(f"{seed} {point}").randrange(levels + 1)
+        return math.inf if drawn == levels else drawn / 10
+
+    rule = walk(method, start)
+    _, ranked = searched(rule, loss, limit)
+    assert searched(rule, loss, limit, random.Random(seed))[1] == ranked
+    assert len(ranked) <= limit
+    if len(ranked) < limit:
+        ends = [p for p in ranked if set(neighbours(method, p)) <= set(ranked)]
+        assert any(all(loss(p) <= loss(n) for n in neighbours(method, p)) for p in ends)
+        assert loss(ranked[0]) <= loss(start)
+
+
+@settings(max_examples=60, deadline=None)
+@given(spaces(), st.randoms(use_true_random=False))
+def test_where_coordinates_do_not_depend_on_each_other_the_best_is_found(space, draw):
+    method, start = space
+    best = Try.of(
+        {axis: draw.choice(values) for axis, values in method.axes.items()}, draw.randint(-FARTHEST, FARTHEST)
+    )
+
+    def loss(point):
+        return abs(point.octave - best.octave) / 7 + sum(
+            abs(value - wanted) * 2**i
+            for i, ((_, value), (_, wanted)) in enumerate(zip(point.setting, best.setting, strict=True))
+        )
+
+    assert searched(walk(method, start), loss, 10**6)[1][0] == best
+
+
+PLANE = Method("plane", {}, {"a": (0, 1, 2), "b": (0, 1, 2)})
+
+
+def at(a, b, octave=0):
+    return Try.of({"a": a, "b": b}, octave)
+
+
+def test_a_search_step_by_step():
+    assert PLANE.first == at(1, 1)
+    crossed = {at(2, 1): 2.0, at(1, 2): 1.0, at(2, 2): 4.0, at(1, 2, -2): 0.5, at(1, 2, -3): 0.4}
+    batches, ranked = searched(walk(PLANE), lambda point: crossed.get(point, 3.0))
+    assert batches == [
+        [at(1, 1), at(1, 1, -2), at(1, 1, 2), at(0, 1), at(2, 1), at(1, 0), at(1, 2)],
+        [at(2, 2), at(2, 2, -2), at(2, 2, 2)],  # both steps at once, and what is around
+        [at(1, 2, -2), at(1, 2, 2), at(0, 2)],  # which was worse: the better of the two
+        [at(1, 2, -4), at(0, 2, -2)],
+        [at(1, 2, -3), at(1, 2, -1)],
+    ]
+    assert ranked[:2] == [at(1, 2, -3), at(1, 2, -2)]
+
+
+@pytest.mark.parametrize("limit", range(1, 13))
+def test_at_the_limit_the_nearest_come_first(limit):
+    """The point that all better steps lead to, then its rates, then its axes."""
+    batches, ranked = searched(walk(PLANE), lambda p: -sum(value for _, value in p.setting) - p.octave, limit)
+    first = [at(1, 1), at(1, 1, -2), at(1, 1, 2), at(0, 1), at(2, 1), at(1, 0), at(1, 2)]
+    second = [at(2, 2, 2), at(2, 2), at(2, 2, 4), at(1, 2, 2), at(2, 1, 2)]
+    assert [point for batch in batches for point in batch] == [*first, *second][:limit]
+    assert len(ranked) == limit
+
+
+def given_points(name):
+    return [Try.of(setting, octave) for setting in every(METHODS[name])[:4] for octave in RATES]
 
 
 @pytest.mark.parametrize(("slope", "end"), [(-1.0, FARTHEST), (1.0, -FARTHEST)])
 def test_a_search_does_not_go_on_for_ever(slope, end):
-    known = {}
-    points = grid(METHODS["NorMuon"])
-    while missing := search(points, known.get)[0]:
-        known |= {point: slope * point.octave for point in missing}
-    assert max(abs(point.octave) for point in known) == FARTHEST
-    assert search(points, known.get)[1][0].octave == end
+    for rule in (walk(METHODS["NorMuon"]), functools.partial(bracket, given_points("NorMuon"))):
+        _, ranked = searched(rule, lambda point: slope * point.octave, 1000)
+        assert max(abs(point.octave) for point in ranked) == FARTHEST
+        assert ranked[0].octave == end
 
 
-def test_at_a_longer_horizon_it_begins_around_the_best():
-    settings = [Try.of({"momentum": m}, 0).setting for m in (0.8, 0.9, 0.95)]
-    ranked = [Try(settings[1], 1), Try(settings[1], 2), Try(settings[2], 0), Try(settings[0], 1)]
-    assert around(ranked) == [Try(settings[i], octave) for i in (1, 2) for octave in (-1, 1, 3)]
-    assert {point.octave for point in around([Try(settings[0], -FARTHEST)])} == {-FARTHEST, 2 - FARTHEST}
+@pytest.mark.parametrize("centre", [-9, -5, -1, 0, 1, 2, 3, 6, 9])
+@pytest.mark.parametrize("number", [0, 3])
+def test_of_given_settings_the_rate_alone_is_searched(centre, number):
+    points = given_points("NorMuon")
+    best = points[number * len(RATES)].setting
+    batches, ranked = searched(
+        functools.partial(bracket, points), lambda p: 3 + 0.1 * abs(p.octave - centre) + (p.setting != best)
+    )
+    assert batches[0] == points
+    assert ranked[0] == Try(best, centre)
+    assert {Try(best, centre + way) for way in (-1, 1)} <= set(ranked)
+    assert {point.setting for point in ranked} == {point.setting for point in points}
 
 
 def test_what_diverged_is_never_the_best():
-    known = {}
-    points = grid(METHODS["anytime"])
-    while missing := search(points, known.get)[0]:
-        known |= {point: math.inf if point.octave >= 0 else 3.0 + 0.01 * abs(point.octave + 1) for point in missing}
-    ranked = search(points, known.get)[1]
+    _, ranked = searched(
+        walk(METHODS["anytime"]), lambda p: math.inf if p.octave >= 0 else 3.0 + 0.01 * abs(p.octave + 1)
+    )
     assert ranked[0].octave == -1
-    assert known[ranked[0]] == 3.0
 
 
-def test_every_method_has_as_many_points():
+def test_every_search_begins_on_its_axes():
     for method in METHODS.values():
-        assert method.published or len(set(grid(method))) == TRIES
-    with pytest.raises(ValueError, match="has 3 points in its grid, the others 12"):
-        Method("few", {"name": "SFNorMuon"})
+        assert [setting for setting in every(method) if Try.of(setting, 0) == method.first]
+        assert method.published == (not method.axes)
+        assert len(next(walk(method)({}))) <= LATER  # so that a later horizon sees every step
 
 
 def test_all_runs_can_be_trained():
@@ -184,8 +281,8 @@ def test_all_runs_can_be_trained():
     for study in STUDIES.values():
         keys = []
         for method in METHODS.values():
-            for point in grid(method):
-                run = study.run(method, point, study.horizons[0], 0)
+            for setting in every(method):
+                run = study.run(method, Try.of(setting, 0), study.horizons[0], 0)
                 config = with_horizon(run.config)
                 assert run.steps == study.steps(study.horizons[0] * (1 + method.after))
                 keys.append(run.key)
@@ -201,7 +298,7 @@ def test_a_method_is_what_it_says_and_nothing_of_a_preset():
 
     usual = flat(plain(OptimizerConfig()))
     for method in METHODS.values():
-        point = Try((), 0) if method.published else grid(method)[0]
+        point = method.first
         run = STUDIES["2M"].run(method, point, 1, 0)
         said = {k for k, v in flat(plain(run.config.optimizer)).items() if v != usual.get(k)}
         stated = {
@@ -215,8 +312,10 @@ def test_a_method_is_what_it_says_and_nothing_of_a_preset():
 
 
 def test_the_warmup_stands_in_for_its_name():
-    options = dataclasses.replace(NANO, warmup=77).run(METHODS["anytime"], Try((), 0), 1, 0).settings["optimizer"]
-    assert options["warmup_steps"] == options["averaging_warmup"] == options["beta_growth_start"] == 77
+    study = dataclasses.replace(NANO, warmup=77)
+    for name, option in (("AMUSE", "beta_growth_start"), ("ScheduleFree+", "averaging_warmup")):
+        options = study.run(METHODS[name], Try((), 0), 1, 0).settings["optimizer"]
+        assert options["warmup_steps"] == options[option] == 77
 
 
 def test_a_rate_of_another_scale_has_its_own_middle():
@@ -246,6 +345,7 @@ def test_studies_by_name():
 # ----------------------------------------------------------- from try to page
 
 HEIGHT = {"NorMuon": 1.0, "anytime": 1.02}
+TUNED = {"momentum": 0.9, "schedule": "cosine", "weight_decay": 0.2, "adam_weight_decay": None}
 
 
 def made_up(study: Study, run, offset=0.0):
@@ -253,6 +353,8 @@ def made_up(study: Study, run, offset=0.0):
     free = "to " not in run.name.split(",")[0]
     away = abs(round(2 * math.log2(run.config.optimizer.lr / study.rate)) / 2 - (1.0 if free else -0.5))
     worse = 0.05 * (run.config.optimizer.momentum != 0.9) + 0.03 * (run.config.optimizer.schedule == "linear")
+    if run.name.startswith("NorMuon"):
+        worse += 0.02 * (run.config.optimizer.weight_decay != 0.2)
     worse += 0.2 * sum(part in run.name for part in PARTS)
     height = next((h for name, h in HEIGHT.items() if run.name.startswith(name)), 1.3)
 
@@ -295,20 +397,28 @@ def test_tries_are_on_seeds_set_apart_and_short_horizons(whole):
     assert by_round[0] == {NANO.steps(1)}
     assert by_round[-1] == {NANO.steps(2)}
     assert all(len(steps) < 2 for steps in by_round)  # the longer one waits for the shorter
-    assert len({run.key for run in tried if run.name.startswith("NorMuon to 2×")}) == 2 * len(RATES) + 2
+    assert len({run.key for run in tried if run.name.startswith("NorMuon to 2×")}) == 9 + 2  # steps, half octaves
+
+
+def test_a_study_says_how_many_are_tried():
+    study = dataclasses.replace(NANO, tries=10, later=5)
+    _, choices, rounds = finished(study, frontier.methods_of(["anytime"]))
+    names = [run.name for runs in rounds for run in runs]
+    assert [sum(name.startswith(what) for name in names) for what in ("NorMuon to 1×", "NorMuon to 2×")] == [10, 5]
+    assert [choices[name].tried for name in ("NorMuon", "anytime")] == [15, 10]
 
 
 def test_the_best_are_chosen(whole):
     _, _, choices, _ = whole
     for horizon in NANO.horizons:
         first, second = choices["NorMuon"].points[horizon]
-        assert dict(first.setting) == {"momentum": 0.9, "schedule": "cosine"}
+        assert dict(first.setting) == TUNED
         assert first.octave == -1
         assert second != first
     (point,) = choices["anytime"].points[2]
     assert dict(point.setting)["momentum"] == 0.9
     assert point.octave == 2
-    assert choices["anytime"].tried == TRIES + 3  # one rate beyond the grid, two between
+    assert choices["anytime"].tried == 7 + 4 + 2  # around the first, around the next, half octaves
     assert choices["SF-NorMuon, the paper's"] == Choice({h: [Try((), 0)] for h in NANO.horizons}, 0)
 
 
@@ -344,7 +454,7 @@ def test_a_row_that_is_missing_is_named(whole, tmp_path):
     methods, found, choices, _ = whole
     gone = found.final(METHODS["anytime"], choices["anytime"])[1]
     rows = {key: row for key, row in found.rows.items() if key != gone.key}
-    with pytest.raises(MissingRow, match=r"anytime, averaging_power .*, seed 1, 560 steps"):
+    with pytest.raises(MissingRow, match=r"anytime, momentum .*, seed 1, 560 steps"):
         Found(NANO, rows).losses(METHODS["anytime"], choices["anytime"])
     with pytest.raises(UserError, match="anytime frontier nano"):
         frontier.redraw(Found(NANO, rows), methods, choices, tmp_path)
@@ -373,12 +483,13 @@ def test_settings_may_come_from_another_study(whole, tmp_path, monkeypatch):
     path = tmp_path / "frozen.json"
     freeze(path, NANO, choices)
     taken = [inherited(method, frozen(path, NANO), heir) for method in methods]
-    assert [list(m.settings()) for m in taken] == [
-        [{"momentum": 0.9, "schedule": "cosine"}],
-        [{}],
-        [dict(choices["anytime"].points[1][0].setting)],
-    ]
-    assert [len(grid(m)) for m in taken if not m.published] == [3, 3]
+    assert [m.only for m in taken] == [(TUNED,), (), (dict(choices["anytime"].points[1][0].setting),)]
+    _, found, rounds = finished(heir, taken)
+    assert len(rounds[0]) == 2 * len(RATES)
+    for method in (m for m in taken if m.only):
+        for horizon, points in found[method.name].points.items():
+            assert points[0] == choices[method.name].points[horizon][0]
+            assert {dict(point.setting) == method.only[0] for point in points} == {True}
     with pytest.raises(UserError, match="AMUSE has no settings of nano: anytime frontier nano --methods 'AMUSE'"):
         inherited(METHODS["AMUSE"], choices, heir)
 
@@ -413,12 +524,12 @@ def test_the_sweep_spans_a_factor_of_sixteen(whole):
 def test_a_small_study_from_its_first_try_to_its_page(tmp_path, monkeypatch, words):
     """Real runs, of a study of a few steps; when time runs out it stops, and goes on from its rows."""
     tiny = dataclasses.replace(
-        NANO, name="tiny", horizons=(0.02, 0.04), short=(0.01, 0.02), kept=1, warmup=2,
+        NANO, name="tiny", horizons=(0.02, 0.04), short=(0.01, 0.02), kept=1, warmup=2, tries=4, later=3,
         settings={**NANO.settings, "data": {}},
     )  # fmt: skip
     monkeypatch.setitem(STUDIES, "tiny", tiny)
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # threads that wait for each other on a busy machine
-    for name, value in (("TRIES", 3), ("FARTHEST", 3), ("SWEPT", range(-1, 2))):
+    for name, value in (("FARTHEST", 3), ("SWEPT", range(-1, 2))):
         monkeypatch.setattr(f"anytime.experiments.anytime.{name}", value)
     two = {
         "NorMuon": Method(

@@ -38,7 +38,7 @@ def test_the_anytime_recipe_follows_from_rate_and_warmup(lr, warmup):
     wanted |= {"beta_growth_start": start, "decay_fading": 4 * start, "averaging_warmup": 0}
     matrix, rest = groups(recipe="anytime", lr=lr, warmup_steps=warmup)
     assert {key: matrix[key] for key in wanted} == wanted
-    assert lr * matrix["weight_decay"] * matrix["decay_fading"] == pytest.approx(3)
+    assert lr * matrix["weight_decay"] * matrix["decay_fading"] == pytest.approx(2)
     assert rest["betas"] == (0.4, 0.99)
     for key in ("weight_decay", "averaging_power", "beta_growth", "beta_growth_start", "decay_fading"):
         assert rest[key] == matrix[key]
@@ -58,7 +58,7 @@ def test_what_is_given_is_kept(key, value):
 
 def test_a_rate_of_zero_or_in_a_tensor():
     assert groups(recipe="anytime", lr=0.0)[0]["weight_decay"] == 0.0
-    assert groups(recipe="anytime", lr=torch.tensor(0.5))[0]["weight_decay"] == 3 / (0.5 * 8000)
+    assert groups(recipe="anytime", lr=torch.tensor(0.5))[0]["weight_decay"] == 2 / (0.5 * 8000)
 
 
 def test_mistakes_are_named():
@@ -77,12 +77,12 @@ def test_every_recipe_is_documented():
 
 
 def test_the_fast_iterate_forgets_in_proportion_to_time():
-    """Without an update z shrinks as the product of 1 − 3/(T + t): to about (T / (T + t))³ after the warmup."""
+    """Without an update z shrinks as the product of 1 − 2/(T + t): to about (T / (T + t))² after the warmup."""
     p = nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
     optimizer = anytime.SFNorMuon([p], lr=0.02, recipe="anytime", warmup_steps=0)
     for _ in range(1200):
         p.grad = torch.zeros_like(p)
         optimizer.step()
     z = optimizer.iterates(p).z[0, 0].item()
-    assert z == pytest.approx(math.prod(1 - 3 / (400 + t) for t in range(1, 1201)), rel=1e-12)
-    assert z == pytest.approx((400 / 1600) ** 3, rel=0.02)
+    assert z == pytest.approx(math.prod(1 - 2 / (400 + t) for t in range(1, 1201)), rel=1e-12)
+    assert z == pytest.approx((400 / 1600) ** 2, rel=0.02)

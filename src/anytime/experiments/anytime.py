@@ -1,13 +1,13 @@
 """Does one run that knows no horizon reach what a schedule reaches that was tuned for each? The protocol, as code.
 
-E(H), the envelope, is the lowest validation loss of scheduled NorMuon at horizon H, its rate, momentum and schedule
-searched at every H. A horizon-free method is one run, one setting, looked at in X on the way: its regret at H is its
-loss there less E(H), seed by seed.
+E(H), the envelope, is the lowest validation loss of scheduled NorMuon at horizon H, its rate, decay, momentum and
+schedule searched at every H. A horizon-free method is one run, one setting, looked at in X on the way: its regret at H
+is its loss there less E(H), seed by seed.
 
 In this order, so that nothing can be chosen by what it is judged by:
 1. Tries, on seeds set apart: horizon-free methods at short horizons alone, the envelope at each of its own. Every
-   method has as many points in its grid, and the same rules by which it may go beyond it; the envelope's at a longer
-   horizon is made of what was best at the one before.
+   method is searched by the same rule and in at most as many tries; the envelope's search at a longer horizon begins
+   with what was best at the one before.
 2. What was found is frozen, in a file that is written once.
 3. The runs that count, on other seeds, to the longest horizon.
 """
@@ -15,7 +15,7 @@ In this order, so that nothing can be chosen by what it is judged by:
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import json
 import math
 import statistics
@@ -29,12 +29,12 @@ from ..train.errors import UserError
 from ..train.files import write_atomically
 from ..train.model import ModelConfig
 from ..train.runs import origin
-from .recipes import MissingRow
+from .recipes import Rows
 from .run import Row, Run
 
-#: Points of every method's grid: settings times rates.
-TRIES = 12
-#: Rates of the grid, in half octaves of the study's: a half, once and twice.
+#: The most tries of a method's search, and of an enveloped one's at each horizon after its first.
+TRIES, LATER = 24, 12
+#: Of settings that are given, the first rates, in half octaves: a half, once and twice.
 RATES = (-2, 0, 2)
 #: How many half octaves from the study's rate a search may go.
 FARTHEST = 10
@@ -48,17 +48,20 @@ WARMUP = "warmup"
 class Method:
     """An optimizer, what is the same in all of its tries, and what is searched besides the rate.
 
+    axes: values of what is searched, in their order; None leaves an option to the class.
+    start: where the search begins; where it is silent, at the middle value of an axis.
     scheduled: needs a run for each horizon. enveloped: is searched at each horizon and makes E(H) with its like.
     published: is taken as its authors gave it, at the study's rate, and not searched.
     after: a part of the horizon that is added to it and not charged: a cooldown branched off at the horizon.
     rate: the middle of its rates, where its scale is not that of the study's.
     claimed: what is claimed rests on it, so it is run on all seeds; the others on the first ones.
-    only: the settings that another study found, instead of those of the axes.
+    only: the settings that another study found, of which the rate alone is searched.
     """
 
     name: str
     options: Mapping[str, Any]
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    start: Mapping[str, Any] = field(default_factory=dict)
     scheduled: bool = False
     enveloped: bool = False
     published: bool = False
@@ -67,18 +70,11 @@ class Method:
     claimed: bool = False
     only: tuple[Mapping[str, Any], ...] = ()
 
-    def __post_init__(self) -> None:
-        points = len(list(self.settings())) * len(RATES)
-        if not self.published and not self.only and points != TRIES:
-            raise ValueError(f"{self.name} has {points} points in its grid, the others {TRIES}")
-
-    def settings(self) -> Iterator[dict[str, Any]]:
-        """Of the grid, the rate left out."""
-        if self.only:
-            yield from map(dict, self.only)
-            return
-        for values in itertools.product(*self.axes.values()):
-            yield dict(zip(self.axes, values, strict=True))
+    @property
+    def first(self) -> Try:
+        """Where its search begins."""
+        middle = {axis: values[(len(values) - 1) // 2] for axis, values in self.axes.items()}
+        return Try.of({**middle, **self.start}, 0)
 
 
 @dataclass(frozen=True)
@@ -92,53 +88,66 @@ class Try:
     def of(cls, setting: Mapping[str, Any], octave: int) -> Try:
         return cls(tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in setting.items())), octave)
 
+    @property
+    def said(self) -> str:
+        """Its setting, in words."""
+        return ", ".join(f"{k} {v}" for k, v in self.setting if v is not None)
 
-_GROWING = {
-    "name": "SFNorMuon", "averaging_power": 3.0, "beta_growth": 0.4, "betas": [0.4, 0.95], "beta_growth_start": WARMUP,
-    "averaging_warmup": WARMUP,
+
+_NORMUON = {
+    "weight_decay": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4), "adam_weight_decay": (None, 0.0),
+    "momentum": (0.8, 0.9, 0.95),
 }  # fmt: skip
-_NORMUON = {"name": "NorMuon", "weight_decay": 0.1}
 _AVERAGED = {"name": "SFNorMuon", "betas": [0.0, 0.95], "nesterov": True, "averaging_warmup": WARMUP}
+_WEIGHTS = {"momentum": (0.9, 0.95), "averaging_power": (4.0, 9.0), "weight_decay": (0.025, 0.05, 0.1)}
+_ADAM_DECAY = (0.025, 0.05, 0.1, 0.2)
 
 METHODS = {
     method.name: method
     for method in (
         Method(
-            "NorMuon", _NORMUON, {"schedule": ["cosine", "linear"], "momentum": [0.9, 0.95]},
+            "NorMuon", {"name": "NorMuon"}, {**_NORMUON, "schedule": ("cosine", "linear")}, {"weight_decay": 0.1},
             scheduled=True, enveloped=True, claimed=True,
         ),
         Method(
-            "NorMuon, 1 − √ cooldown", {**_NORMUON, "schedule": "wsd"},
-            {"momentum": [0.9, 0.95], "decay_part": [0.2, 0.4]}, scheduled=True,
+            "NorMuon, 1 − √ cooldown", {"name": "NorMuon", "schedule": "wsd"},
+            {"decay_part": (0.2, 0.4), **_NORMUON}, {"weight_decay": 0.1}, scheduled=True,
         ),
         Method(
-            "NorMuon, 1 − √ cooldown not charged", {**_NORMUON, "schedule": "wsd", "decay_part": 1 / 6},
-            {"momentum": [0.8, 0.85, 0.9, 0.95]}, scheduled=True, after=0.2,
+            "NorMuon, 1 − √ cooldown not charged", {"name": "NorMuon", "schedule": "wsd", "decay_part": 1 / 6},
+            _NORMUON, {"weight_decay": 0.1}, scheduled=True, after=0.2,
         ),
         Method(
             "AdamW, cosine", {"name": "AdamW", "schedule": "cosine"},
-            {"betas": [(0.9, 0.95), (0.95, 0.99)], "weight_decay": [0.05, 0.1]}, scheduled=True,
+            {"betas": ((0.9, 0.95), (0.95, 0.99)), "weight_decay": _ADAM_DECAY}, scheduled=True,
         ),
-        Method("SF-AdamW", {"name": "SFAdamW"}, {"betas": [(0.9, 0.99), (0.95, 0.99)], "weight_decay": [0.05, 0.1]}),
+        Method("SF-AdamW", {"name": "SFAdamW"}, {"betas": ((0.9, 0.99), (0.95, 0.99)), "weight_decay": _ADAM_DECAY}),
         Method(
             "ScheduleFree+", {"name": "SFPlus", "averaging_warmup": WARMUP},
-            {"weight_decay": [20.0, 50.0], "averaging_power": [0.0, 2.0]}, rate=1.0,
+            {"weight_decay": (5.0, 20.0, 50.0), "averaging_power": (0.0, 2.0)}, rate=1.0,
         ),
         Method("SF-NorMuon, the paper's", {"name": "SFNorMuon", "betas": [0.9, 0.95]}, published=True),
         Method(
             "SF-NorMuon, retuned", {"name": "SFNorMuon"},
-            {"betas": [(0.8, 0.95), (0.9, 0.95)], "momentum": [0.8, 0.9]},
+            {
+                "betas": ((0.6, 0.95), (0.8, 0.95), (0.9, 0.95)), "momentum": (0.7, 0.8, 0.9),
+                "weight_decay": (0.0125, 0.025, 0.05, 0.1), "adam_weight_decay": (None, 0.0),
+            },
+            {"betas": (0.9, 0.95), "weight_decay": 0.05},
         ),
         Method(
             "AMUSE", {"name": "SFMuon", "momentum": 0.95, "beta_growth_start": WARMUP},
-            {"beta": [0.4, 0.6], "beta_growth": [0.4, 0.6]},
+            {"beta": (0.4, 0.6, 0.8), "beta_growth": (0.2, 0.4, 0.6), "weight_decay": (0.025, 0.05, 0.1)},
         ),
-        Method("constant rate, weights t^r", _AVERAGED, {"momentum": [0.9, 0.95], "averaging_power": [4.0, 9.0]}),
+        Method("constant rate, weights t^r", _AVERAGED, _WEIGHTS),
         Method(
             "rate 1/√t, weights t^r", {**_AVERAGED, "schedule": "power", "decay_power": 0.5, "decay_steps": 400},
-            {"momentum": [0.9, 0.95], "averaging_power": [4.0, 9.0]},
+            _WEIGHTS,
         ),
-        Method("anytime", _GROWING, {"momentum": [0.8, 0.9], "averaging_power": [1.0, 3.0]}, claimed=True),
+        Method(
+            "anytime", {"name": "SFNorMuon", "recipe": "anytime"},
+            {"momentum": (0.8, 0.85, 0.9), "nesterov": (False, True), "adam_weight_decay": (None, 0.0)}, claimed=True,
+        ),
     )
 }  # fmt: skip
 
@@ -147,7 +156,7 @@ RECIPE = "anytime"
 PARTS: dict[str, dict[str, Any]] = {
     "β constant": {"betas": (0.9, 0.95), "beta_growth": 0.0},
     "weights uniform": {"averaging_power": 0.0},
-    "averaged from the first step": {"averaging_warmup": 0},
+    "decay constant": {"decay_fading": 0, "weight_decay": 0.05},
 }
 #: Of the rate sweep, half octaves around the choice: a factor of 16.
 SWEPT = range(-4, 5)
@@ -157,6 +166,7 @@ SWEPT = range(-4, 5)
 class Study:
     """A model, its horizons in multiples of Chinchilla, and the seeds.
 
+    tries, later: as TRIES and LATER.
     short: the horizons at which horizon-free settings are chosen, by the mean of the losses. kept: how many of a
     schedule's best settings at a horizon are run on the seeds that count. others: on how many of the seeds methods
     are run on which no claim rests. inherits: a study whose settings are taken, and rates alone are searched.
@@ -173,6 +183,8 @@ class Study:
     inherits: str = ""
     rate: float = 0.016
     warmup: int = 150
+    tries: int = TRIES
+    later: int = LATER
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -196,7 +208,7 @@ class Study:
         """One run; a horizon-free one is looked at in all horizons on its way, with `curve` between them too."""
         lr = self.lr(point.octave, method)
         options = {**method.options, **dict(point.setting), "lr": lr, "warmup_steps": WARMUP}
-        options = {key: self.warmup if value == WARMUP else value for key, value in options.items()}
+        options = {k: self.warmup if v == WARMUP else v for k, v in options.items() if v is not None}
         free = not method.scheduled
         steps = self.steps(multiple * (1 + method.after))
         if method.scheduled:
@@ -213,8 +225,8 @@ class Study:
             "log_every": 100,
         }
         to = f" to {multiple:g}×" if method.scheduled else ""
-        said = "".join(f", {k} {v}" for k, v in point.setting)
-        return Run(f"{method.name}{to}{said}, rate {options['lr']:g}", seed, settings)
+        name = ", ".join(filter(None, (f"{method.name}{to}", point.said, f"rate {lr:g}")))
+        return Run(name, seed, settings)
 
 
 _TINY = {
@@ -224,8 +236,8 @@ _TINY = {
 STUDIES = {
     study.name: study
     for study in (
-        Study("nano", "demo", (1, 2), (0, 1), rate=0.05, warmup=20, settings=_TINY),
-        Study("0.5M", "0.5M", (1, 8, 32), (0, 1, 2)),
+        Study("nano", "demo", (1, 2), (0, 1), rate=0.05, warmup=20, tries=6, later=4, settings=_TINY),
+        Study("0.5M", "0.5M", (1, 8, 32), (0, 1, 2), later=TRIES),
         Study("2M", "2M", (1, 2, 4, 8), (0, 1, 2)),
         Study("6M", "6M", (1, 2, 4), (0, 1), kept=1, inherits="2M"),
         Study("12M", "12M", (1,), (0,), kept=1, inherits="2M"),
@@ -242,55 +254,79 @@ def study_of(name: str) -> Study:
 # ------------------------------------------------------------------- searches
 
 Loss = Callable[[Try], float | None]
+#: A search: given the losses so far, which grow as it goes on, what it wants to know, a batch at a time.
+Rule = Callable[[Mapping[Try, float]], Iterator[list[Try]]]
 
 
-def grid(method: Method) -> list[Try]:
-    """Where a search begins."""
-    return [Try.of(setting, octave) for setting in method.settings() for octave in RATES]
+def search(rule: Rule, loss: Loss, limit: int) -> tuple[list[Try], list[Try]]:
+    """(what is to be tried next, what was tried, the best first), of at most so many tries. A function of the losses
+    alone: rows may come in any order. One that diverged counts as infinitely bad."""
+    known: dict[Try, float] = {}
+    wants: list[Try] = []
+    for points in rule(known):
+        fresh = [point for point in dict.fromkeys(points) if point not in known][: limit - len(known)]
+        values = {point: loss(point) for point in fresh}
+        known |= {point: value for point, value in values.items() if value is not None}
+        wants = [point for point, value in values.items() if value is None]
+        if wants or len(known) == limit:
+            break
+    return wants, sorted(known, key=lambda point: known[point])
 
 
-def around(ranked: Sequence[Try]) -> list[Try]:
-    """Where the search at a longer horizon begins: the two best settings, at rates around the best."""
-    settings = list(dict.fromkeys(point.setting for point in ranked))[:2]
-    octaves = [octave for octave in (ranked[0].octave + i for i in RATES) if abs(octave) <= FARTHEST]
-    return [Try(setting, octave) for setting in settings for octave in octaves]
+def rates(point: Try, by: int) -> list[Try]:
+    """So many half octaves below and above."""
+    return [Try(point.setting, o) for o in (point.octave - by, point.octave + by) if abs(o) <= FARTHEST]
 
 
-def search(points: Sequence[Try], loss: Loss) -> tuple[list[Try], list[Try]]:
-    """(what is to be tried next, what was tried, the best first). Nothing is to be tried once the best rate is between
-    two others, half an octave apart; one that diverged counts as infinitely bad."""
-    known = {point: value for point in points if (value := loss(point)) is not None}
-    if len(known) < len(points):
-        return [point for point in points if point not in known], []
+def coordinates(axes: Mapping[str, Sequence[Any]], centre: Try, known: Mapping[Try, float]) -> Iterator[list[Try]]:
+    """One step along each coordinate, the rate's a factor of 2; then all that were better at once, or the best of them
+    if that is better still; and so on from there. Ends where no step helps, with the half octaves around."""
+
+    def steps(point: Try) -> list[list[Try]]:
+        """Neighbours, coordinate by coordinate: the rate, then the axes in their order."""
+        setting, found = dict(point.setting), [rates(point, 2)]
+        for axis, values in axes.items():
+            at = values.index(setting[axis])
+            beside = [*values[max(0, at - 1) : at], *values[at + 1 : at + 2]]
+            found.append([Try.of({**setting, axis: value}, point.octave) for value in beside])
+        return found
+
+    def star(point: Try) -> list[Try]:
+        return [point, *(neighbour for each in steps(point) for neighbour in each)]
+
+    yield star(centre)
     while True:
-        ranked = sorted(known, key=lambda point: known[point])
-        best = ranked[0]
-        rates = sorted(point.octave for point in known if point.setting == best.setting)
-        if best.octave == rates[-1]:
-            further = [best.octave + 2]
-        elif best.octave == rates[0]:
-            further = [best.octave - 2]
-        else:
-            further = [octave for octave in (best.octave - 1, best.octave + 1) if octave not in rates]
-        fresh = [Try(best.setting, octave) for octave in further if abs(octave) <= FARTHEST]
-        if not fresh:
-            return [], ranked
-        known |= {point: value for point in fresh if (value := loss(point)) is not None}
-        if missing := [point for point in fresh if point not in known]:
-            return missing, ranked
+        better = [best for each in steps(centre) if (best := min([centre, *each], key=known.__getitem__)) != centre]
+        if not better:
+            break
+        moves = {axis: value for best in better for axis, value in set(best.setting) - set(centre.setting)}
+        octave = centre.octave + sum(best.octave - centre.octave for best in better)
+        joint = Try.of({**dict(centre.setting), **moves}, octave)
+        yield star(joint)  # before it is known whether the search goes on from there: fewer rounds
+        centre = min([*better, joint], key=known.__getitem__)
+        yield star(centre)
+    yield rates(centre, 1)
+
+
+def bracket(points: Sequence[Try], known: Mapping[Try, float]) -> Iterator[list[Try]]:
+    """These points, then rates alone, until the best is between two others, half an octave apart."""
+    yield list(points)
+    while True:
+        best = min(known, key=known.__getitem__)
+        tried = sorted(point.octave for point in known if point.setting == best.setting)
+        between = tried[0] < best.octave < tried[-1]
+        wants = [point for point in rates(best, 1 if between else 2) if point not in known]
+        if not wants:
+            return
+        yield wants
 
 
 @dataclass(frozen=True)
-class Found:
+class Found(Rows):
     """A study's rows, and what is still to be run for each part of it."""
 
     study: Study
     rows: Mapping[str, Row]
-
-    def loss(self, run: Run, steps: int) -> float:
-        if run.key not in self.rows:
-            raise MissingRow(run)
-        return float(self.rows[run.key]["losses"].get(str(steps), math.inf))
 
     def _places(self, method: Method) -> Sequence[float]:
         """Where a method is searched: an enveloped one at each horizon, the others once."""
@@ -319,13 +355,17 @@ class Found:
 
     def _searches(self, method: Method) -> Iterator[tuple[float, list[Try], list[Try]]]:
         """(place, what is to be tried next there, what was tried, the best first), up to the first that is not over."""
-        points = grid(method)
+        centre, limit = method.first, self.study.tries
         for place in self._places(method):
-            wants, ranked = search(points, self.tried(method, place))
+            rule: Rule = functools.partial(coordinates, method.axes, centre)
+            if method.only:
+                given = [Try.of(setting, centre.octave + o) for setting in method.only for o in RATES]
+                rule = functools.partial(bracket, [point for point in given if abs(point.octave) <= FARTHEST])
+            wants, ranked = search(rule, self.tried(method, place), limit)
             yield place, wants, ranked
             if wants:
                 return
-            points = around(ranked)
+            centre, limit = ranked[0], self.study.tries if method.only else self.study.later
 
     def next_tries(self, method: Method) -> list[Run]:
         """What its search wants to know next; nothing once it is over."""
@@ -365,7 +405,7 @@ class Found:
 
     def without(self, method: Method, choice: Choice, part: str) -> tuple[Method, Choice]:
         """A method with one of the recipe's parts as the paper has it."""
-        changed = dataclasses.replace(method, name=f"{method.name}, {part}", axes={}, published=True)
+        changed = dataclasses.replace(method, name=f"{method.name}, {part}", published=True)
         points = {
             h: [Try.of({**dict(p.setting), **PARTS[part]}, p.octave) for p in ps] for h, ps in choice.points.items()
         }

@@ -23,7 +23,6 @@ from .anytime import (
     Found,
     Method,
     Study,
-    Try,
     freeze,
     frozen,
     inherited,
@@ -82,7 +81,8 @@ def frontier(
 
         def held() -> dict[str, Choice]:
             """What the searches found that are over."""
-            over = [m for m in chosen if not found.next_tries(m)]
+            already = freeze(out / "frozen.json", study, {})  # not searched again after every row
+            over = [m for m in chosen if m.name not in already and not found.next_tries(m)]
             return freeze(out / "frozen.json", study, {m.name: found.choice(m) for m in over})
 
         def wanted() -> list[Run]:
@@ -132,8 +132,7 @@ def middle(found: Found) -> float:
 
 def _guess(study: Study, method: Method) -> Choice:
     """Before anything was run: what it costs does not depend on the settings."""
-    point = Try.of(next(method.settings()), 0)
-    return Choice({horizon: [point] for horizon in study.horizons}, 0)
+    return Choice({horizon: [method.first] for horizon in study.horizons}, 0)
 
 
 def redraw(
@@ -240,9 +239,8 @@ def settings(study: Study, methods: Sequence[Method], choices: Mapping[str, Choi
     for method in methods:
         for horizon in study.horizons if method.enveloped else study.horizons[-1:]:
             for point in choices[method.name].points[horizon]:
-                said = ", ".join(f"{k} {v}" for k, v in point.setting)
                 at = f"{horizon:g}×" if method.enveloped else "all"
-                body.append([method.name, at, f"{study.lr(point.octave, method):g}", said])
+                body.append([method.name, at, f"{study.lr(point.octave, method):g}", point.said])
     return Table("Settings", ["", "horizon", "rate", "others"], body)
 
 

@@ -36,6 +36,21 @@ class MissingRow(Exception):
         self.run = run
 
 
+class Rows:
+    """Rows by their keys; what is missing is an error that names it."""
+
+    rows: Mapping[str, Row]
+
+    def row(self, run: Run) -> Row:
+        if run.key not in self.rows:
+            raise MissingRow(run)
+        return self.rows[run.key]
+
+    def loss(self, run: Run, steps: int) -> float:
+        """At X; of a run that diverged, infinite."""
+        return float(self.row(run)["losses"].get(str(steps), float("inf")))
+
+
 @dataclass(frozen=True)
 class Recipes:
     """Runs of one scale."""
@@ -111,21 +126,11 @@ class Recipes:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The rows there are, by what they are of; what is missing is an error that names it."""
+class Found(Rows):
+    """The rows there are, by what they are of."""
 
     recipes: Recipes
     rows: Mapping[str, Row]
-
-    def row(self, run: Run) -> Row:
-        if run.key not in self.rows:
-            raise MissingRow(run)
-        return self.rows[run.key]
-
-    def loss(self, run: Run, steps: int) -> float:
-        """At X; of a run that diverged, infinite."""
-        row = self.row(run)
-        return float(row["losses"].get(str(steps), float("inf")))
 
     def best_rate(self, optimizer: str, horizon: int | None = None) -> float:
         """Of a scheduled optimizer for a horizon, of a schedule-free one at the horizon that they are tuned at."""

@@ -32,7 +32,7 @@ from .vision import Images
 PAPERS = "SF-NorMuon, the paper's"
 SCHEDULED = "NorMuon"
 #: Of the schedule, and in half octaves of the study's rate, its rates: a quarter, a half, once, twice, four times.
-SCHEDULE = {"schedule": "cosine", "momentum": 0.9}
+SCHEDULE = {"schedule": "cosine", "momentum": 0.9, "weight_decay": 0.1}
 OCTAVES = (-4, -2, 0, 2, 4)
 #: Where a run is looked at, in parts of its horizon; where a text that changes half way is.
 HORIZONS = (0.25, 0.5, 1.0)
@@ -232,10 +232,9 @@ def redraw(suite: Suite, names: Sequence[str], out: Path) -> Path:
         parts += [shift(suite, suite.tasks["shift"])] if "shift" in names else []
     except MissingRow as missing:
         raise UserError(f"{missing}; make it by: anytime robust --out {out}") from None
-    setting = ", ".join(f"{k} {v}" for k, v in suite.point.setting)
     text = (
-        f"# The recipe on other work\n\nFrozen: {setting}, rate {suite.tasks['code'].lr(suite.point.octave):g}. Drawn "
-        "from rows.jsonl by `anytime robust`.\n\n"
+        f"# The recipe on other work\n\nFrozen: {suite.point.said}, rate "
+        f"{suite.tasks['code'].lr(suite.point.octave):g}. Drawn from rows.jsonl by `anytime robust`.\n\n"
         + "\n".join(f"## {part.title}\n\n{part.markdown()}" for part in parts if part.body)
     )
     write_atomically(out / "index.md", text.encode())
