@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-from anytime.experiments.grid import Grid, read_grid
+from anytime.experiments.grid import Grid, longest_first, read_grid
 from anytime.experiments.progress import showing
 
 
@@ -39,7 +39,7 @@ def main() -> None:
         showing(sys.stdout, lambda text: print(text, flush=True)) as show,
     ):
         print(grid.estimate(runs, probe=False), flush=True)
-        grid.fill(runs, show)
+        grid.fill(longest_first(runs), show)
 
 
 if __name__ == "__main__":

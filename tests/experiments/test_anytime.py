@@ -513,6 +513,22 @@ def test_the_page(whole, tmp_path):
     assert "≥" not in page
 
 
+def test_searches_go_first_then_what_counts(whole):
+    """A search that waits for its next round holds everything up."""
+    methods, found, choices, _ = whole
+    over = [m for m in methods if m.name == RECIPE]
+    begun = Found(NANO, {key: row for key, row in found.rows.items() if not row["name"].startswith("NorMuon to 2×")})
+    runs = frontier.in_order(begun, methods, {RECIPE: choices[RECIPE]})
+    tries = [run for m in methods if m not in over for run in begun.next_tries(m)]
+    counted = frontier.finals(begun, over, choices)
+    assert tries
+    assert [run.key for run in runs[: len(tries)]] == [run.key for run in tries]
+    assert {run.key for run in runs[len(tries) : len(tries) + len(counted)]} == {run.key for run in counted}
+    besides = runs[len(tries) + len(counted) :]
+    assert {run.key for run in besides} == {run.key for run in frontier.besides(begun, over, choices)}
+    assert [run.tokens for run in besides] == sorted((run.tokens for run in besides), reverse=True)
+
+
 def test_the_sweep_spans_a_factor_of_sixteen(whole):
     _, found, choices, _ = whole
     rates = sorted(found.rates(METHODS[RECIPE], choices[RECIPE], 2))

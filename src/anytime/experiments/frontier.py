@@ -28,7 +28,7 @@ from .anytime import (
     inherited,
     study_of,
 )
-from .grid import Grid, Show
+from .grid import Grid, Show, longest_first
 from .recipes import MissingRow
 from .regret import Regret, span, token_ratio
 from .run import Run
@@ -86,11 +86,7 @@ def frontier(
             return freeze(out / "frozen.json", study, {m.name: found.choice(m) for m in over})
 
         def wanted() -> list[Run]:
-            """What searches want to know, and where one is over, the runs that count."""
-            choices = held()
-            over = [m for m in chosen if m.name in choices]
-            tries = [run for m in chosen if m not in over for run in found.next_tries(m)]
-            return [*tries, *finals(found, over, choices), *besides(found, over, choices)]
+            return in_order(found, chosen, held())
 
         choices = {m.name: _guess(study, m) for m in chosen} | held()
         counted = finals(found, chosen, choices)
@@ -107,6 +103,14 @@ def frontier(
             grid.seconds = None if ends == math.inf else max(0.0, ends - time.monotonic())
             grid.fill(wanted, show)
         return None if grid.missing(wanted()) else redraw(found, chosen, held(), out, say)
+
+
+def in_order(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice]) -> list[Run]:
+    """What searches want to know, for others wait for it; the runs that count, where one is over; what is besides."""
+    over = [m for m in methods if m.name in choices]
+    tries = [run for m in methods if m not in over for run in found.next_tries(m)]
+    parts = tries, finals(found, over, choices), besides(found, over, choices)
+    return [run for part in parts for run in longest_first(part)]
 
 
 def finals(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice]) -> list[Run]:

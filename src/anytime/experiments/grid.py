@@ -37,6 +37,11 @@ from .run import Machine, Row, Run, execute
 STARTING = 20.0
 
 
+def longest_first(runs: Iterable[Run]) -> list[Run]:
+    """So that none is left over at the end, alone."""
+    return sorted(runs, key=lambda run: -run.tokens)
+
+
 def read_grid(path: Path) -> list[Run]:
     """Of a TOML file: a table `base` of settings, a list `seeds`, and a table `runs` of names and their settings."""
     grid = read_toml(path)
@@ -103,9 +108,8 @@ class Grid:
             self._pool = None
 
     def missing(self, runs: Iterable[Run]) -> list[Run]:
-        """Those without a row, each once, the longest first."""
-        found = {run.key: run for run in runs if run.key not in self.rows}
-        return sorted(found.values(), key=lambda run: -run.tokens)
+        """Those without a row, each once."""
+        return list({run.key: run for run in runs if run.key not in self.rows}.values())
 
     @functools.cached_property
     def machine(self) -> Machine:
@@ -125,8 +129,8 @@ class Grid:
         return Machine(os.path.abspath(data), len(train), fingerprint, str(device), threads, self.jobs)
 
     def fill(self, runs: Iterable[Run] | Callable[[], Iterable[Run]], show: Show | None = None) -> None:
-        """Runs what is missing; a row is on disk as soon as its run is done. A function is asked again after every row,
-        so that what is wanted may follow from what was found."""
+        """Runs what is missing, in this order; a row is on disk as soon as its run is done. A function is asked again
+        after every row, so that what is wanted may follow from what was found."""
         wanted = runs if callable(runs) else functools.partial(list[Run], list(runs))
         if not self.missing(wanted()):
             return
@@ -146,12 +150,12 @@ class Grid:
         return [run for folder, run in folders.items() if folder not in busy]
 
     def _next(self, waiting: list[Run], left: float) -> Run | None:
-        """Of those waiting, the longest that ends in time; where no speed is known, the shortest."""
+        """Of those waiting, the first that ends in time; where no speed is known, the shortest."""
         speed = self.speed()
         if left == math.inf:
             fits = waiting[:1]
         elif speed is None:
-            fits = waiting[-1:] if left > 0 else []
+            fits = [min(waiting, key=lambda run: run.tokens)] if waiting and left > 0 else []
         else:
             fits = [run for run in waiting if STARTING + run.tokens / speed < left][:1]
         for run in fits:

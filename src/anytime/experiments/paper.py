@@ -9,7 +9,7 @@ from pathlib import Path
 from ..train.errors import UserError
 from ..train.files import write_atomically
 from . import draw
-from .grid import Grid, Show
+from .grid import Grid, Show, longest_first
 from .items import Item, items_of
 from .recipes import Found, Guess, MissingRow, Recipes
 from .run import Run
@@ -62,8 +62,8 @@ def paper(
             if not agree(f"{scale}: {most}{gpu} at {jobs} at once"):
                 return None
             with nullcontext() if showing is None else showing() as show:
-                grid.fill(searches(items, recipes), show)
-                grid.fill(rounds(items, Found(recipes, grid.rows)), show)
+                grid.fill(longest_first(searches(items, recipes)), show)
+                grid.fill(longest_first(rounds(items, Found(recipes, grid.rows))), show)
         return redraw(items, Found(recipes, grid.rows), out, say)
 
 

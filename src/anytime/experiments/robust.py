@@ -21,7 +21,7 @@ from ..train.files import write_atomically
 from .anytime import METHODS, RECIPE, STUDIES, Found, Study, Try
 from .anytime import frozen as read_frozen
 from .frontier import Say, signed
-from .grid import Grid, Show
+from .grid import Grid, Show, longest_first
 from .reading import TEXT, WORDS, Read, Task, check, write_texts
 from .recipes import MissingRow
 from .regret import Regret, span
@@ -195,7 +195,7 @@ def robust(
             return None
 
         def wanted() -> list[Run]:
-            return [run for name in chosen for run in suite.runs(name)]
+            return longest_first(run for name in chosen for run in suite.runs(name))
 
         for run in grid.missing(wanted()):
             if isinstance(run, Read) and run.base and not checkpoints_in(run.base.folder(work) / "checkpoints"):
