@@ -16,7 +16,7 @@ import anytime
 from anytime import SFAdamW, bench, cli
 from anytime.cli import main
 from anytime.train.checkpoint import read_resume
-from anytime.train.config import PRESETS, Config, merged, preset, read_toml, to_toml
+from anytime.train.config import FILLED, PRESETS, Config, merged, preset, read_toml, to_toml
 from anytime.train.errors import UserError
 from anytime.train.loop import Result
 from anytime.train.prepare import Count, Summary
@@ -379,6 +379,22 @@ def test_an_optimizer_of_another_name_has_its_own_defaults(here, asked):
     main(["train", "c.toml", "--preset", "demo", "--run", "x"])
     (found,) = asked
     assert (found.optimizer.betas, found.optimizer.beta_growth, found.optimizer.warmup_steps) == (None, None, 40)
+
+
+@pytest.mark.parametrize("where", ["file", "command line"])
+def test_a_recipe_is_whole_whatever_the_preset_says(here, asked, where):
+    """The preset's options that a recipe fills in are not in its way; those said beside it are."""
+    (here / "c.toml").write_text("[optimizer]\nrecipe = 'anytime'\nmomentum = 0.7\n")
+    said = ["--optimizer.recipe", "anytime", "--optimizer.momentum", "0.7"]
+    main(["train", *(["c.toml"] if where == "file" else said), "--preset", "demo", "--run", "x"])
+    found = asked[-1].optimizer
+    assert (found.recipe, found.momentum, found.lr, found.warmup_steps) == ("anytime", 0.7, 0.02, 40)
+    assert {getattr(found, key) for key in FILLED if key != "momentum"} == {None}
+
+
+def test_a_recipe_that_is_not_there(here, capsys):
+    words = fails(["train", "--optimizer.recipe", "any", "--run", "x"], capsys)
+    assert "optimizer.recipe is 'any', must be one of 'paper', 'anytime'" in words
 
 
 def test_an_optimizer_of_another_name_on_the_command_line(here, capsys):

@@ -119,10 +119,14 @@ def train(arguments: list[str]) -> int:
     return _run(config)
 
 
+#: Before other options, for they change what those are by default.
+_ASIDE = ("optimizer.name", "optimizer.recipe")
+
+
 def _asked(rest: list[str]) -> Config:
     """The settings that a command line of `train` means."""
     file = _take_first(rest)
-    given = _take(rest, "preset", "run", "optimizer.name")
+    given = _take(rest, "preset", "run", *_ASIDE)
     if file is not None and Path(file).is_dir():
         given.setdefault("run", file)
         file = None
@@ -166,7 +170,8 @@ def _base(file: str | None, given: Mapping[str, str]) -> Config:
     if stored is None:
         stored = settings.merged(Config(), settings.preset(name) if name else {})
     config = settings.merged(stored, {**values, "preset": name or stored.preset, "run": folder}, source=file or "")
-    return settings.merged(config, {"optimizer": {"name": given.get("optimizer.name", config.optimizer.name)}})
+    aside = {key.removeprefix("optimizer."): given[key] for key in _ASIDE if key in given}
+    return settings.merged(config, {"optimizer": aside}, source="the command line")
 
 
 def _run(config: Config) -> int:

@@ -39,6 +39,13 @@ class DataConfig:
     documents: bool = False
 
 
+#: What a recipe fills in.
+FILLED = (
+    "betas", "momentum", "weight_decay", "averaging_power", "averaging_warmup", "beta_growth", "beta_growth_start",
+    "decay_fading",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """An optimizer of this library by its class's name, and its options; None leaves the class's default."""
@@ -379,7 +386,8 @@ def _fits(value: Any, kind: Any) -> Any:
 def merged(base: T, values: Mapping[str, Any], *, path: str = "", source: str = "the settings") -> T:
     """`base`, a dataclass, with values in place of some of its fields; an unknown key or a wrong type is an error.
 
-    Another optimizer's name drops the options of the one before, but for its warmup and the trainer's own.
+    Another optimizer's name drops the options of the one before, but for its warmup and the trainer's own; another
+    recipe drops those that a recipe fills in.
     """
     kinds = typing.get_type_hints(type(base))
     changes: dict[str, Any] = {}
@@ -388,6 +396,8 @@ def merged(base: T, values: Mapping[str, Any], *, path: str = "", source: str = 
     if isinstance(base, OptimizerConfig) and bare(str(values.get("name", base.name))) != bare(base.name):
         kept = ("warmup_steps", "schedule", "horizon", "decay_part", "clip")
         base = type(base)(**{name: getattr(base, name) for name in kept})  # another optimizer has other options
+    if isinstance(base, OptimizerConfig) and values.get("recipe", base.recipe) != base.recipe:
+        base = dataclasses.replace(base, **dict.fromkeys(FILLED))  # type: ignore[arg-type]
     for key, value in values.items():
         if key not in kinds:
             raise UserError(f"{source}: there is no setting {path + key!r}{nearest(key, kinds)}")
