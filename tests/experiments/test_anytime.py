@@ -437,7 +437,8 @@ def test_what_no_claim_rests_on_is_run_on_the_first_seeds(whole):
         assert {len(values) for values in losses.values()} == {2 if method.claimed else 1}
     assert [m.name for m in METHODS.values() if m.claimed] == ["NorMuon", RECIPE]
     changed, points = found.without(METHODS[RECIPE], choices[RECIPE], next(iter(PARTS)))
-    assert {run.seed for run in found.final(changed, points)} == set(NANO.seeds)
+    assert {(run.seed, run.steps) for run in found.final(changed, points)} == {(s, NANO.steps(1)) for s in NANO.seeds}
+    assert found.losses(changed, points).keys() == {1}  # the last but one
 
 
 def test_of_several_kept_the_one_with_the_lowest_mean_counts(whole):

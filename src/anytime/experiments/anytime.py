@@ -394,20 +394,21 @@ class Found(Rows):
         """The runs that count."""
         study = self.study
         if not method.scheduled:
-            (point,) = choice.points[study.horizons[-1]]
-            return [study.run(method, point, study.horizons[-1], seed, curve=True) for seed in study.seeds_of(method)]
+            (point,) = choice.points[choice.last]
+            return [study.run(method, point, choice.last, seed, curve=True) for seed in study.seeds_of(method)]
         return [
             study.run(method, point, horizon, seed)
-            for horizon in study.horizons
-            for point in choice.points[horizon]
+            for horizon, points in choice.points.items()
+            for point in points
             for seed in study.seeds_of(method)
         ]
 
     def without(self, method: Method, choice: Choice, part: str) -> tuple[Method, Choice]:
-        """A method with one of the recipe's parts as the paper has it."""
+        """A method with one of the recipe's parts as the paper has it, to the last horizon but one."""
         changed = dataclasses.replace(method, name=f"{method.name}, {part}", published=True)
         points = {
-            h: [Try.of({**dict(p.setting), **PARTS[part]}, p.octave) for p in ps] for h, ps in choice.points.items()
+            h: [Try.of({**dict(p.setting), **PARTS[part]}, p.octave) for p in choice.points[h]]
+            for h in self.study.horizons[:-1] or self.study.horizons
         }
         return changed, Choice(points, 0)
 
@@ -421,16 +422,16 @@ class Found(Rows):
     def losses(self, method: Method, choice: Choice) -> dict[float, list[float]]:
         """Horizon -> loss of each seed; of several settings kept, those of the one with the lowest mean."""
         study, found = self.study, {}
-        for horizon in study.horizons:
+        for horizon, points in choice.points.items():
             steps = study.steps(horizon * (1 + method.after))
-            to = horizon if method.scheduled else study.horizons[-1]
+            to = horizon if method.scheduled else choice.last
             found[horizon] = min(
                 (
                     [
                         self.loss(study.run(method, point, to, seed, curve=not method.scheduled), steps)
                         for seed in study.seeds_of(method)
                     ]
-                    for point in choice.points[horizon]
+                    for point in points
                 ),
                 key=statistics.fmean,
             )
@@ -443,6 +444,11 @@ class Choice:
 
     points: Mapping[float, Sequence[Try]]
     tried: int
+
+    @property
+    def last(self) -> float:
+        """The longest horizon."""
+        return max(self.points)
 
 
 def freeze(path: Path, study: Study, choices: Mapping[str, Choice]) -> dict[str, Choice]:

@@ -211,10 +211,11 @@ def _interval(pair: tuple[float, float]) -> str:
 
 
 def ablations(found: Found, choice: Choice, recipe: Mapping[float, Sequence[float]]) -> Table:
-    horizons = found.study.horizons
-    body = []
+    body, horizons = [], list[float]()
     for part in PARTS:
-        worse = Regret.of(found.losses(*found.without(METHODS[RECIPE], choice, part)), recipe)
+        losses = found.losses(*found.without(METHODS[RECIPE], choice, part))
+        horizons = list(losses)
+        worse = Regret.of(losses, {h: recipe[h] for h in horizons})
         mean, upper = worse.mean
         interval = f" ± {upper - mean:.4f}" if math.isfinite(upper) else ""
         body.append([part, *(signed(worse.means[h]) for h in horizons), signed(mean) + interval])
