@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from anytime.experiments import frontier
 from anytime.experiments.anytime import (
-    FARTHEST,
     LATER,
     METHODS,
     PARTS,
@@ -29,17 +28,14 @@ from anytime.experiments.anytime import (
     Found,
     Method,
     Study,
-    Try,
-    bracket,
-    coordinates,
     freeze,
     frozen,
     inherited,
-    search,
     study_of,
 )  # fmt: skip
 from anytime.experiments.recipes import MissingRow
 from anytime.experiments.regret import Regret, span, student, token_ratio
+from anytime.experiments.search import FARTHEST, Try, bracket, coordinates, search
 from anytime.train.errors import UserError
 
 NANO = dataclasses.replace(STUDIES["nano"], tries=TRIES, later=LATER)
@@ -546,8 +542,8 @@ def test_a_small_study_from_its_first_try_to_its_page(tmp_path, monkeypatch, wor
     )  # fmt: skip
     monkeypatch.setitem(STUDIES, "tiny", tiny)
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # threads that wait for each other on a busy machine
-    for name, value in (("FARTHEST", 3), ("SWEPT", range(-1, 2))):
-        monkeypatch.setattr(f"anytime.experiments.anytime.{name}", value)
+    monkeypatch.setattr("anytime.experiments.search.FARTHEST", 3)
+    monkeypatch.setattr("anytime.experiments.anytime.SWEPT", range(-1, 2))
     two = {
         "NorMuon": Method(
             "NorMuon", METHODS["NorMuon"].options | {"schedule": "cosine"}, scheduled=True, enveloped=True, claimed=True

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anytime.experiments import robust as module
-from anytime.experiments.anytime import STUDIES, Try
+from anytime.experiments.anytime import STUDIES
 from anytime.experiments.grid import Grid
 from anytime.experiments.reading import TEXT, WORDS, Read, check, write_words
 from anytime.experiments.robust import (
@@ -30,6 +30,7 @@ from anytime.experiments.robust import (
     scheduled,
 )  # fmt: skip
 from anytime.experiments.run import Machine
+from anytime.experiments.search import Try
 from anytime.experiments.vision import KINDS, NETS, Images, images
 from anytime.train.build import with_horizon
 from anytime.train.data import PYTHON, write_python

@@ -19,7 +19,7 @@ import functools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,12 @@ from ..train.model import ModelConfig
 from ..train.runs import origin
 from .recipes import Rows
 from .run import Row, Run
+from .search import Loss, Rule, Try, bracket, coordinates, search
 
 #: The most tries of a method's search, and of an enveloped one's at each horizon after its first.
 TRIES, LATER = 24, 12
 #: Of settings that are given, the first rates, in half octaves: a half, once and twice.
 RATES = (-2, 0, 2)
-#: How many half octaves from the study's rate a search may go.
-FARTHEST = 10
 #: How often a run may see a text at most.
 EPOCHS = 4
 #: Stands for the study's steps of warmup in an option.
@@ -75,23 +74,6 @@ class Method:
         """Where its search begins."""
         middle = {axis: values[(len(values) - 1) // 2] for axis, values in self.axes.items()}
         return Try.of({**middle, **self.start}, 0)
-
-
-@dataclass(frozen=True)
-class Try:
-    """A point of a method's search: its setting, and its rate in half octaves of the study's."""
-
-    setting: tuple[tuple[str, Any], ...]
-    octave: int
-
-    @classmethod
-    def of(cls, setting: Mapping[str, Any], octave: int) -> Try:
-        return cls(tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in setting.items())), octave)
-
-    @property
-    def said(self) -> str:
-        """Its setting, in words."""
-        return ", ".join(f"{k} {v}" for k, v in self.setting if v is not None)
 
 
 _NORMUON = {
@@ -188,6 +170,11 @@ class Study:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def ablated(self) -> tuple[float, ...]:
+        """The horizons of ablations: all but the dearest."""
+        return self.horizons[:-1] or self.horizons
+
+    @property
     def setup(self) -> dict[str, Any]:
         """Of every run; the preset's optimizer is not a method's."""
         return {**{k: v for k, v in PRESETS[self.preset].items() if k != "optimizer"}, **self.settings}
@@ -251,76 +238,6 @@ def study_of(name: str) -> Study:
     return STUDIES[name]
 
 
-# ------------------------------------------------------------------- searches
-
-Loss = Callable[[Try], float | None]
-#: A search: given the losses so far, which grow as it goes on, what it wants to know, a batch at a time.
-Rule = Callable[[Mapping[Try, float]], Iterator[list[Try]]]
-
-
-def search(rule: Rule, loss: Loss, limit: int) -> tuple[list[Try], list[Try]]:
-    """(what is to be tried next, what was tried, the best first), of at most so many tries. A function of the losses
-    alone: rows may come in any order. One that diverged counts as infinitely bad."""
-    known: dict[Try, float] = {}
-    wants: list[Try] = []
-    for points in rule(known):
-        fresh = [point for point in dict.fromkeys(points) if point not in known][: limit - len(known)]
-        values = {point: loss(point) for point in fresh}
-        known |= {point: value for point, value in values.items() if value is not None}
-        wants = [point for point, value in values.items() if value is None]
-        if wants or len(known) == limit:
-            break
-    return wants, sorted(known, key=lambda point: known[point])
-
-
-def rates(point: Try, by: int) -> list[Try]:
-    """So many half octaves below and above."""
-    return [Try(point.setting, o) for o in (point.octave - by, point.octave + by) if abs(o) <= FARTHEST]
-
-
-def coordinates(axes: Mapping[str, Sequence[Any]], centre: Try, known: Mapping[Try, float]) -> Iterator[list[Try]]:
-    """One step along each coordinate, the rate's a factor of 2; then all that were better at once, or the best of them
-    if that is better still; and so on from there. Ends where no step helps, with the half octaves around."""
-
-    def steps(point: Try) -> list[list[Try]]:
-        """Neighbours, coordinate by coordinate: the rate, then the axes in their order."""
-        setting, found = dict(point.setting), [rates(point, 2)]
-        for axis, values in axes.items():
-            at = values.index(setting[axis])
-            beside = [*values[max(0, at - 1) : at], *values[at + 1 : at + 2]]
-            found.append([Try.of({**setting, axis: value}, point.octave) for value in beside])
-        return found
-
-    def star(point: Try) -> list[Try]:
-        return [point, *(neighbour for each in steps(point) for neighbour in each)]
-
-    yield star(centre)
-    while True:
-        better = [best for each in steps(centre) if (best := min([centre, *each], key=known.__getitem__)) != centre]
-        if not better:
-            break
-        moves = {axis: value for best in better for axis, value in set(best.setting) - set(centre.setting)}
-        octave = centre.octave + sum(best.octave - centre.octave for best in better)
-        joint = Try.of({**dict(centre.setting), **moves}, octave)
-        yield star(joint)  # before it is known whether the search goes on from there: fewer rounds
-        centre = min([*better, joint], key=known.__getitem__)
-        yield star(centre)
-    yield rates(centre, 1)
-
-
-def bracket(points: Sequence[Try], known: Mapping[Try, float]) -> Iterator[list[Try]]:
-    """These points, then rates alone, until the best is between two others, half an octave apart."""
-    yield list(points)
-    while True:
-        best = min(known, key=known.__getitem__)
-        tried = sorted(point.octave for point in known if point.setting == best.setting)
-        between = tried[0] < best.octave < tried[-1]
-        wants = [point for point in rates(best, 1 if between else 2) if point not in known]
-        if not wants:
-            return
-        yield wants
-
-
 @dataclass(frozen=True)
 class Found(Rows):
     """A study's rows, and what is still to be run for each part of it."""
@@ -360,7 +277,7 @@ class Found(Rows):
             rule: Rule = functools.partial(coordinates, method.axes, centre)
             if method.only:
                 given = [Try.of(setting, centre.octave + o) for setting in method.only for o in RATES]
-                rule = functools.partial(bracket, [point for point in given if abs(point.octave) <= FARTHEST])
+                rule = functools.partial(bracket, given)
             wants, ranked = search(rule, self.tried(method, place), limit)
             yield place, wants, ranked
             if wants:
@@ -408,7 +325,7 @@ class Found(Rows):
         changed = dataclasses.replace(method, name=f"{method.name}, {part}", published=True)
         points = {
             h: [Try.of({**dict(p.setting), **PARTS[part]}, p.octave) for p in choice.points[h]]
-            for h in self.study.horizons[:-1] or self.study.horizons
+            for h in self.study.ablated
         }
         return changed, Choice(points, 0)
 

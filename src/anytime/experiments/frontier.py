@@ -211,10 +211,9 @@ def _interval(pair: tuple[float, float]) -> str:
 
 
 def ablations(found: Found, choice: Choice, recipe: Mapping[float, Sequence[float]]) -> Table:
-    body, horizons = [], list[float]()
+    body, horizons = [], found.study.ablated
     for part in PARTS:
         losses = found.losses(*found.without(METHODS[RECIPE], choice, part))
-        horizons = list(losses)
         worse = Regret.of(losses, {h: recipe[h] for h in horizons})
         mean, upper = worse.mean
         interval = f" ± {upper - mean:.4f}" if math.isfinite(upper) else ""

@@ -20,9 +20,10 @@ from ..train.errors import UserError
 from ..train.prepare import prepare, read_meta
 from ..train.shards import Split, Tokens, write_shard
 from ..train.tokenizer import BytesTokenizer
-from .anytime import EPOCHS, Method, Study, Try
+from .anytime import EPOCHS, Method, Study
 from .grid import Grid
 from .run import Machine, Row, Run, blank, digest
+from .search import Try
 
 #: Texts by name, besides Python's own library: the user's, and the documentation in that library.
 TEXT, WORDS = "text", "words"

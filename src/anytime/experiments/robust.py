@@ -18,7 +18,7 @@ from ..train.checkpoint import checkpoints_in
 from ..train.config import nearest
 from ..train.errors import UserError
 from ..train.files import write_atomically
-from .anytime import METHODS, RECIPE, STUDIES, Found, Study, Try
+from .anytime import METHODS, RECIPE, STUDIES, Found, Study
 from .anytime import frozen as read_frozen
 from .frontier import Say, signed
 from .grid import Grid, Show, longest_first
@@ -26,6 +26,7 @@ from .reading import TEXT, WORDS, Read, Task, check, write_texts
 from .recipes import MissingRow
 from .regret import Regret, span
 from .run import Row, Run
+from .search import Try
 from .tables import Table, number
 from .vision import Images
 

@@ -20,8 +20,9 @@ from ..optim.base import AnytimeOptimizer
 from ..train.build import Rates, build_optimizer, with_horizon
 from ..train.config import Config, merged
 from ..train.signals import Stop
-from .anytime import Method, Study, Try
+from .anytime import Method, Study
 from .run import Machine, Row, Run, blank, digest
+from .search import Try
 
 KINDS = 10
 #: Side of a patch, in pixels: an image is counted as so many tokens as it has patches.
