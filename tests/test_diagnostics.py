@@ -274,6 +274,7 @@ def details(optimizer, model, step):
     [
         ("SFNorMuon", {"weight_decay": 0.3}),
         ("SFNorMuon", {"weight_decay": 0.3, "beta_growth": 0.5, "beta_growth_start": 2}),
+        ("SFNorMuon", {"weight_decay": 0.3, "decay_fading": 2}),
         ("SFMuon", {"weight_decay": 0.1}),
         ("SFSpectralSGD", {"weight_decay": 0.2}),
         ("NorMuon", {"weight_decay": 0.2}),
@@ -286,14 +287,16 @@ def test_the_recursion_of_rho_holds_to_rounding(name, options):
     for step in range(1, 6):
         found = details(optimizer, model, step)
         eta = LR * min(1.0, step / WARMUP) * (math.sqrt(1 - 0.99**step) if name == "SFAdamW" else 1)
-        kept = 1 - eta * options["weight_decay"]
+        T = options.get("decay_fading", math.inf)
+        decay = options["weight_decay"] / (1 + step / T)
+        kept = 1 - eta * decay
         for row in found["layers"].values():
             rho, alpha, u = row["rho_before"], row["alpha"], row["update_rms"]
             wanted = (kept * rho) ** 2 - 2 * u * eta * kept * alpha * rho + (u * eta) ** 2
             assert row["rho"] ** 2 == pytest.approx(wanted, rel=1e-12)
             assert row["change"] == pytest.approx(abs(row["rho"] - rho) / rho, rel=1e-9)
-            root = math.sqrt(alpha**2 + 2 * eta * options["weight_decay"])
-            assert row["predicted"] == pytest.approx(u / 2 * (root - alpha) / options["weight_decay"], rel=1e-12)
+            root = math.sqrt(alpha**2 + 2 * eta * decay)
+            assert row["predicted"] == pytest.approx(u / 2 * (root - alpha) / decay, rel=1e-12)
 
 
 def test_details_are_by_layer_and_their_means():

@@ -35,6 +35,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {},
         {"beta_growth": 0.4, "beta_growth_start": 2, "averaging_power": 2.0},
         {"averaging_warmup": 3, "polar": "svd", "decay_at": "y"},
+        {"recipe": "anytime"},
         {"momentum_dtype": torch.bfloat16, "polar_dtype": torch.bfloat16, "row_norm": False},
         {"lr": torch.tensor(0.05)},
     ],

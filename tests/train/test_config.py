@@ -20,6 +20,7 @@ from anytime.optim.options import CHECKS
 from anytime.optim.sf_spectral import RECIPES
 from anytime.train.build import OPTIMIZERS, OURS
 from anytime.train.config import (
+    FILLED,
     FIXED,
     PRESETS,
     Config,
@@ -456,6 +457,7 @@ def test_settings_of_one_of_a_few_words_know_them_all():
             continue
         if name == "recipe":
             assert words == list(RECIPES)
+            assert set(FILLED) == {"averaging_warmup"}.union(*(fill(0.01, 100) for fill in RECIPES.values()))
             continue
         check, _ = CHECKS[name.removeprefix("adam_")]
         assert all(check(None if w == "none" else w) for w in words), name
