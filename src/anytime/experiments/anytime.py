@@ -53,7 +53,8 @@ class Method:
     published: is taken as its authors gave it, at the study's rate, and not searched.
     after: a part of the horizon that is added to it and not charged: a cooldown branched off at the horizon.
     rate: the middle of its rates, where its scale is not that of the study's.
-    claimed: what is claimed rests on it, so it is run on all seeds; the others on the first ones.
+    claimed: what is claimed rests on it, so it is run on all seeds; the others on the first ones. part: it is the
+    recipe without one of its parts.
     only: the settings that another study found, of which the rate alone is searched.
     """
 
@@ -67,6 +68,7 @@ class Method:
     after: float = 0.0
     rate: float | None = None
     claimed: bool = False
+    part: bool = False
     only: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -126,19 +128,17 @@ METHODS = {
             "rate 1/√t, weights t^r", {**_AVERAGED, "schedule": "power", "decay_power": 0.5, "decay_steps": 400},
             _WEIGHTS,
         ),
-        Method(
-            "anytime", {"name": "SFNorMuon", "recipe": "anytime"},
-            {"momentum": (0.8, 0.85, 0.9), "nesterov": (False, True), "adam_weight_decay": (None, 0.0)}, claimed=True,
-        ),
+        Method("anytime", {"name": "SFNorMuon", "recipe": "anytime"}, claimed=True),
     )
 }  # fmt: skip
 
-#: The method that is taken apart, and its parts, each as the paper has it.
+#: The method that is taken apart, and its parts, each as the paper has it; of the last, the λ that matrices begin with.
 RECIPE = "anytime"
 PARTS: dict[str, dict[str, Any]] = {
     "β constant": {"betas": (0.9, 0.95), "beta_growth": 0.0},
     "weights uniform": {"averaging_power": 0.0},
     "decay constant": {"decay_fading": 0, "weight_decay": 0.05},
+    "embeddings decay too": {"adam_weight_decay": 0.5},
 }
 #: Of the rate sweep, half octaves around the choice: a factor of 16.
 SWEPT = range(-4, 5)
@@ -150,8 +150,9 @@ class Study:
 
     tries, later: as TRIES and LATER.
     short: the horizons at which horizon-free settings are chosen, by the mean of the losses. kept: how many of a
-    schedule's best settings at a horizon are run on the seeds that count. others: on how many of the seeds methods
-    are run on which no claim rests. inherits: a study whose settings are taken, and rates alone are searched.
+    schedule's best settings at a horizon are run on the seeds that count. parts, others: on how many of the seeds the
+    recipe is run without one of its parts, and methods on which no claim rests. inherits: a study whose settings are
+    taken, and rates alone are searched.
     """
 
     name: str
@@ -161,6 +162,7 @@ class Study:
     short: tuple[float, ...] = (0.5, 1)
     set_apart: tuple[int, ...] = (1000,)
     kept: int = 2
+    parts: int = 3
     others: int = 1
     inherits: str = ""
     rate: float = 0.016
@@ -185,7 +187,7 @@ class Study:
         return math.ceil(multiple * 20 * model.parameters / (batch * model.context))
 
     def seeds_of(self, method: Method) -> tuple[int, ...]:
-        return self.seeds if method.claimed else self.seeds[: self.others]
+        return self.seeds if method.claimed else self.seeds[: self.parts if method.part else self.others]
 
     def lr(self, octave: int, method: Method | None = None) -> float:
         middle = self.rate if method is None or method.rate is None else method.rate
@@ -225,7 +227,7 @@ STUDIES = {
     for study in (
         Study("nano", "demo", (1, 2), (0, 1), rate=0.05, warmup=20, tries=6, later=4, settings=_TINY),
         Study("0.5M", "0.5M", (1, 8, 32), (0, 1, 2), later=TRIES),
-        Study("2M", "2M", (1, 2, 4, 8), (0, 1, 2)),
+        Study("2M", "2M", (1, 2, 4, 8), (0, 1, 2, 3, 4, 5)),
         Study("6M", "6M", (1, 2, 4), (0, 1), kept=1, inherits="2M"),
         Study("12M", "12M", (1,), (0,), kept=1, inherits="2M"),
     )
@@ -322,7 +324,7 @@ class Found(Rows):
 
     def without(self, method: Method, choice: Choice, part: str) -> tuple[Method, Choice]:
         """A method with one of the recipe's parts as the paper has it, to the last horizon but one."""
-        changed = dataclasses.replace(method, name=f"{method.name}, {part}", published=True)
+        changed = dataclasses.replace(method, name=f"{method.name}, {part}", published=True, claimed=False, part=True)
         points = {
             h: [Try.of({**dict(p.setting), **PARTS[part]}, p.octave) for p in choice.points[h]]
             for h in self.study.ablated

@@ -214,7 +214,7 @@ def ablations(found: Found, choice: Choice, recipe: Mapping[float, Sequence[floa
     body, horizons = [], found.study.ablated
     for part in PARTS:
         losses = found.losses(*found.without(METHODS[RECIPE], choice, part))
-        worse = Regret.of(losses, {h: recipe[h] for h in horizons})
+        worse = Regret.of(losses, {h: recipe[h][: len(losses[h])] for h in horizons})
         mean, upper = worse.mean
         interval = f" ± {upper - mean:.4f}" if math.isfinite(upper) else ""
         body.append([part, *(signed(worse.means[h]) for h in horizons), signed(mean) + interval])

@@ -40,20 +40,21 @@ def paper_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
 def anytime_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
     """Every time scale grows with the step t, so that no horizon is preferred: docs/frontier.md.
 
-    With S = max(warmup_steps, 100) and T = 4 S: β_t = 1 − 0.6 ((S − 1)/(t − 1))^0.4 after step S, weights η² t³, and a
-    decay of η λ_t = 2 / (T + t), that is λ = 2 / (lr T), whatever the rate. But λ is 0.2 at most: low rates are for
-    weights that are good already, as in fine-tuning, which must not fade. A rate changed later changes the decay.
+    With S = max(warmup_steps, 100): β_t = 1 − 0.6 ((S − 1)/(t − 1))^0.4 after step S, weights η² t³, and a decay of
+    η λ_t = 2 / (S + t), that is λ = 2 / (lr S), whatever the rate. But λ is ½ at most: low rates are for weights that
+    are good already, as in fine-tuning, which must not fade. A rate changed later changes the decay. What is not a
+    hidden matrix does not decay.
     """
     start = max(warmup_steps, 100)
-    fading = 4 * start
     return {
         "betas": (0.4, 0.95),
-        "momentum": 0.85,
-        "weight_decay": 2 / max(10, float(lr) * fading),
+        "momentum": 0.8,
+        "weight_decay": 2 / max(4, float(lr) * start),
+        "adam_weight_decay": 0.0,
         "averaging_power": 3.0,
         "beta_growth": 0.4,
         "beta_growth_start": start,
-        "decay_fading": fading,
+        "decay_fading": start,
     }
 
 

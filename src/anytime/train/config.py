@@ -41,8 +41,8 @@ class DataConfig:
 
 #: What a recipe fills in.
 FILLED = (
-    "betas", "momentum", "weight_decay", "averaging_power", "averaging_warmup", "beta_growth", "beta_growth_start",
-    "decay_fading",
+    "betas", "momentum", "weight_decay", "adam_weight_decay", "averaging_power", "averaging_warmup", "beta_growth",
+    "beta_growth_start", "decay_fading",
 )  # fmt: skip
 
 
