@@ -226,7 +226,7 @@ STUDIES = {
     study.name: study
     for study in (
         Study("nano", "demo", (1, 2), (0, 1), rate=0.05, warmup=20, tries=6, later=4, settings=_TINY),
-        Study("0.5M", "0.5M", (1, 8, 32), (0, 1, 2), later=TRIES),
+        Study("0.5M", "0.5M", (1, 8, 32), (0, 1, 2), later=16),
         Study("2M", "2M", (1, 2, 4, 8), (0, 1, 2, 3, 4, 5)),
         Study("6M", "6M", (1, 2, 4), (0, 1), kept=1, inherits="2M"),
         Study("12M", "12M", (1,), (0,), kept=1, inherits="2M"),
