@@ -347,10 +347,11 @@ TUNED = {"momentum": 0.9, "schedule": "cosine", "weight_decay": 0.2, "adam_weigh
 def made_up(study: Study, run, offset=0.0):
     """Losses fall with the steps; the rate is best 1/√2 below the study's for schedules, at twice it for the rest."""
     free = "to " not in run.name.split(",")[0]
-    away = abs(round(2 * math.log2(run.config.optimizer.lr / study.rate)) / 2 - (1.0 if free else -0.5))
-    worse = 0.05 * (run.config.optimizer.momentum not in (0.9, None)) + 0.03 * (run.config.optimizer.schedule == "linear")
+    asked = run.config.optimizer
+    away = abs(round(2 * math.log2(asked.lr / study.rate)) / 2 - (1.0 if free else -0.5))
+    worse = 0.05 * (asked.momentum not in (0.9, None)) + 0.03 * (asked.schedule == "linear")
     if run.name.startswith("NorMuon"):
-        worse += 0.02 * (run.config.optimizer.weight_decay != 0.2)
+        worse += 0.02 * (asked.weight_decay != 0.2)
     worse += 0.2 * sum(part in run.name for part in PARTS)
     height = next((h for name, h in HEIGHT.items() if run.name.startswith(name)), 1.3)
 
