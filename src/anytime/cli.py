@@ -26,8 +26,9 @@ _SIGNALS = {"SIGINT": 130, "SIGTERM": 143}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 done, 1 something to mend (said in one line), 2 a wrong command, 128 + n after a signal."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        status = _main(list(sys.argv[1:] if argv is None else argv))
+        status = _main(arguments)
         sys.stdout.flush()
         return status
     except Elsewhere:
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"error: {wrong}", sys.stderr)
         return 1
     except KeyboardInterrupt:
+        if arguments[:1] and arguments[0] in ("paper", "frontier", "robust", "sweep"):
+            _say("stopped; the same command goes on from here", sys.stderr)
         return 130
     except BrokenPipeError:  # `anytime … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -90,10 +90,26 @@ def test_the_cost_is_told_before_anything_is_run(tmp_path, monkeypatch, capsys):
     asked = []
     assert paper(["rates-adamw"], out=tmp_path / "out", work=tmp_path / "work", agree=asked.append) is None
     tokens = 3 * (50 + 100 + 200) * 4096
-    assert asked == [f"nano: 9 runs, {tokens:,} tokens, about 43 s at 1 at once"]
+    first = "; ".join(f"AdamW to {horizon}×, rate 0.014, seed 0" for horizon in (1, 2, 4))
+    assert asked == [f"nano: 9 runs, {tokens:,} tokens, about 43 s at 1 at once: {first}; and 6 more"]
     assert not (tmp_path / "out").exists()
     assert cli.main(["paper", "rates-adamw", "--out", str(tmp_path / "out")]) == 1  # no terminal
     assert "nobody is there to agree to it: say --yes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gone", ["AdamW to 2×, rate 0.042 #0", "SF-NorMuon, no momentum"])
+def test_a_run_that_is_missing_is_named_before_it_is_made(recorded, tmp_path, gone, monkeypatch):
+    """A searched one may be the best, so that what follows from it is in doubt."""
+    monkeypatch.setattr(room.Grid, "_probe", lambda self, run: 1e5)
+    path = recorded / "rows.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not json.loads(line)["key"].startswith(gone)]
+    assert len(kept) == len(lines) - 1
+    path.write_text("".join([*kept, "null\n"]))
+    asked = []
+    assert paper(scale="nano", out=recorded, work=tmp_path / "work", agree=asked.append) is None
+    assert gone.partition(" #")[0] in asked[0]
+    assert asked[0].startswith("nano: at most " if "#" in gone else "nano: 1 run, ")
 
 
 def test_the_papers_sizes_cost_what_was_measured(tmp_path):
@@ -101,7 +117,10 @@ def test_the_papers_sizes_cost_what_was_measured(tmp_path):
     assert paper(["main"], scale="large", out=tmp_path, work=tmp_path, agree=asked.append) is None
     steps = 2 * 120_000 + 30_000 + 60_000 + 120_000
     days = steps * 524_288 / 100_675 / 86400
-    assert asked == [f"large: 5 runs, {steps * 524_288:,} tokens, about {days:.1f} days of one H200 at 1 at once"]
+    (said,) = asked
+    assert said.startswith(
+        f"large: 5 runs, {steps * 524_288:,} tokens, about {days:.1f} days of one H200 at 1 at once: "
+    )
 
 
 def test_large_shows_what_the_paper_has_of_it(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -159,8 +160,27 @@ def test_a_trial_reports_its_losses_and_may_be_ended(file, words, tmp_path):
     found = {"optimizer.lr": 0.01, "optimizer.betas": [0.9, 0.95]}
     state, loss = room.attempt(space, found, out, trial.number, trial._trial_id, 0)
     assert state == "behind"
-    assert list(study.trials[trial.number].intermediate_values) == [2]
-    assert study.trials[trial.number].intermediate_values[2] == loss
+    assert list(study.trials[trial.number].intermediate_values) == [2, 4, 6]  # not within twice its warmup
+    assert study.trials[trial.number].intermediate_values[6] == loss
+
+
+def test_more_trials_are_others(file, words, tmp_path, monkeypatch):
+    """Two calls of four, not the first four twice; and not of another space."""
+    monkeypatch.setattr(room, "attempt", lambda *arguments: ("done", 1.0))
+    monkeypatch.setattr(room, "ProcessPoolExecutor", lambda jobs, *more: ThreadPoolExecutor(jobs))
+    space = Space.read(file, data={"path": str(words)})
+    out = tmp_path / "out"
+    for trials in (2, 4, 8):
+        sweep(space, out, trials=trials)
+    rows = [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
+    assert len({row["settings"]["optimizer.lr"] for row in rows}) == 8
+    assert all(row["settings"]["optimizer.betas"] in ([0.9, 0.95], [0.95, 0.99]) for row in rows)
+    longer = Space.read(file, data={"path": str(words)}, until="8 steps")
+    with pytest.raises(UserError, match=r"were made with other settings: choose another --out"):
+        sweep(longer, out, trials=9)
+    fewer = Space(space.base, space.ranges[:1])
+    with pytest.raises(UserError, match=r"were made with other space: choose another --out"):
+        sweep(fewer, out, trials=9)
 
 
 def test_a_trial_that_diverges(file, words, tmp_path):

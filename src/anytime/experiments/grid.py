@@ -298,7 +298,7 @@ class Estimate:
         if not self.runs:
             return "nothing to run"
         about = "" if self.seconds is None else f", about {duration(self.seconds)}"
-        return f"{self.runs} runs, {self.tokens:,} tokens{about}"
+        return f"{self.runs} run{'s' * (self.runs > 1)}, {self.tokens:,} tokens{about}"
 
 
 def duration(seconds: float) -> str:

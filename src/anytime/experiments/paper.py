@@ -53,18 +53,24 @@ def paper(
     rows = out / "rows.jsonl"
     recipes = Recipes(chosen)
     with Grid(rows, work, data=data or chosen.data or "data", jobs=jobs, device=device) as grid:
-        if grid.missing(searches(items, recipes)):
-            most = grid.estimate(rounds(items, Guess(recipes, grid.rows)), chosen.speed)
-        else:
-            most = grid.estimate(rounds(items, Found(recipes, grid.rows)), chosen.speed)
-        if most.runs:
+        searched = not grid.missing(searches(items, recipes))
+        wanted = rounds(items, (Found if searched else Guess)(recipes, grid.rows))
+        if lacking := grid.missing(wanted):
+            most = grid.estimate(wanted, chosen.speed)
             gpu = "" if chosen.speed is None else " of one H200"
-            if not agree(f"{scale}: {most}{gpu} at {jobs} at once"):
+            doubt = "" if searched or not grid.rows else "at most "  # what a search will find may be there already
+            if not agree(f"{scale}: {doubt}{most}{gpu} at {jobs} at once: {named(lacking)}"):
                 return None
             with nullcontext() if showing is None else showing() as show:
                 grid.fill(longest_first(searches(items, recipes)), show)
                 grid.fill(longest_first(rounds(items, Found(recipes, grid.rows))), show)
         return redraw(items, Found(recipes, grid.rows), out, say)
+
+
+def named(runs: Sequence[Run], few: int = 3) -> str:
+    """The first few, and how many more."""
+    told = "; ".join(f"{run.name}, seed {run.seed}" for run in runs[:few])
+    return told + (f"; and {len(runs) - few} more" if len(runs) > few else "")
 
 
 def redraw(items: Sequence[Item], found: Found, out: Path, say: Say = lambda text: None) -> Path:

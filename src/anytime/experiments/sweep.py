@@ -9,11 +9,13 @@ The file is one of settings, as of `anytime train`, with a table `space` besides
     "optimizer.lr" = { low = 0.002, high = 0.04, log = true }
     "optimizer.momentum" = [0.8, 0.9, 0.95]
 
-Trials that fall behind the others at the same step are ended early, by the loss at X.
+Trials that fall behind the others at the same step are ended early, by the loss at X, but none within twice its warmup:
+high rates are ahead there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +119,8 @@ def sweep(
         raise UserError(f"jobs is {jobs} and trials {trials}, both must be at least 1")
     out.mkdir(parents=True, exist_ok=True)
     study = open_study(out, seed)
+    same_space(study, space, out)
+    study.sampler = sampler(seed + len(study.trials))  # or the first ones would be drawn again
     running: dict[Future[Any], Any] = {}
     # Those that were broken off: each goes on from its last checkpoint.
     broken = [t for t in study.trials if t.state == optuna.trial.TrialState.RUNNING]
@@ -142,7 +146,7 @@ def sweep(
                                    for name, value in trial.params.items())  # fmt: skip
                 ended = f"loss {loss:.4f}, {state}" if math.isfinite(loss) else state
                 say(f"trial {trial.number}: {ended}; {values}")
-                write_rows(study, out)
+                write_rows(study, out, space)
     if not any(t.state == optuna.trial.TrialState.COMPLETE for t in study.trials):
         raise UserError("no trial came to its end: all diverged; search lower rates")
     best = space.config({r.name: r.value(study.best_params[r.name]) for r in space.ranges})
@@ -162,7 +166,7 @@ def attempt(space: Space, found: Values, out: Path, number: int, trial_id: int, 
         if row["kind"] == "eval" and row["step"]:
             loss = float(row["loss"])
             trial.report(loss, row["step"])
-            if trial.should_prune():
+            if row["step"] > 2 * (config.optimizer.warmup_steps or 0) and trial.should_prune():
                 raise optuna.TrialPruned
 
     try:
@@ -196,20 +200,35 @@ def open_study(out: Path, seed: int) -> Any:
     return optuna.create_study(
         study_name="sweep",
         storage=JournalStorage(JournalFileBackend(str(out / "journal.log"))),
-        sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True),
+        sampler=sampler(seed),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4),
         load_if_exists=True,
     )
 
 
-def write_rows(study: Any, out: Path) -> None:
+def sampler(seed: int) -> Any:
+    return needs_optuna().samplers.TPESampler(seed=seed, constant_liar=True)
+
+
+def same_space(study: Any, space: Space, out: Path) -> None:
+    """Refuses trials of another search, or around other settings: their losses do not compare."""
+    said = json.loads(json.dumps({"settings": space.base, "space": [dataclasses.astuple(r) for r in space.ranges]}))
+    held = study.user_attrs.get("searched")
+    if held is None:
+        study.set_user_attr("searched", said)
+    elif held != said:
+        what = " and ".join(key for key in said if said[key] != held[key])
+        raise UserError(f"the trials in {out} were made with other {what}: choose another --out")
+
+
+def write_rows(study: Any, out: Path, space: Space) -> None:
     """All trials, a JSON object a line."""
     rows: Sequence[Values] = [
         {
             "trial": t.number,
             "state": t.state.name.lower(),
             "loss": t.value,
-            "settings": dict(t.params),
+            "settings": {r.name: r.value(t.params[r.name]) for r in space.ranges if r.name in t.params},
             "losses": {str(step): round(loss, 5) for step, loss in sorted(t.intermediate_values.items())},
         }
         for t in study.trials

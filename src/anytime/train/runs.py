@@ -115,9 +115,11 @@ def read_lines(path: Path) -> list[Row]:
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(row, dict):
+                rows.append(row)
     return rows
 
 
