@@ -290,6 +290,10 @@ def test_ctrl_c_and_signals(here, monkeypatch, capsys):
 
     monkeypatch.setitem(cli.COMMANDS, "report", interrupted)
     assert main(["report", "run"]) == 130
+    assert not capsys.readouterr().err
+    monkeypatch.setitem(cli.COMMANDS, "sweep", interrupted)
+    assert main(["sweep", "space.toml"]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
     loop = sys.modules["anytime.train.loop"]
     for reason, status in (("SIGINT", 130), ("SIGTERM", 143), ("until 4 steps", 0)):
         monkeypatch.setattr(loop, "train", lambda *a, _r=reason, **k: Result(4, 256, 1.0, _r, None))

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"error: {wrong}", sys.stderr)
         return 1
     except KeyboardInterrupt:
-        if arguments[:1] and arguments[0] in ("paper", "frontier", "robust", "sweep"):
+        if {*arguments[:1]} & {"paper", "frontier", "robust", "sweep"}:
             _say("stopped; the same command goes on from here", sys.stderr)
         return 130
     except BrokenPipeError:  # `anytime … | head`

@@ -132,7 +132,8 @@ METHODS = {
     )
 }  # fmt: skip
 
-#: The method that is taken apart, and its parts, each as the paper has it; of the last, the λ that matrices begin with.
+#: The method that is taken apart, and its parts, each as the paper has it. Of the last the paper's λ would fade away at
+#: once: it has the largest that matrices begin with.
 RECIPE = "anytime"
 PARTS: dict[str, dict[str, Any]] = {
     "β constant": {"betas": (0.9, 0.95), "beta_growth": 0.0},
