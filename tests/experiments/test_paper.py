@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
 from anytime import cli
 from anytime.experiments import grid as room
 from anytime.experiments.items import ITEMS
-from anytime.experiments.paper import paper, searches
+from anytime.experiments.paper import check_data, paper, searches
 from anytime.experiments.progress import last_row, left, line, showing, table
 from anytime.experiments.recipes import Recipes
+from anytime.experiments.run import Machine
 from anytime.experiments.scales import SCALES
 from anytime.train import UserError
 
@@ -24,6 +27,9 @@ def recorded(tmp_path, found):
     out.mkdir()
     (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found("nano").rows.values()))
     return out
+
+
+MACHINE = Machine("python", 1, "", "cpu", 1, 1, 256)
 
 
 def never(*arguments):
@@ -77,6 +83,7 @@ def test_a_missing_row_is_an_error_with_the_command_that_makes_it(recorded, tmp_
     rows = (recorded / "rows.jsonl").read_text().splitlines()
     kept = [row for row in rows if "no momentum" not in json.loads(row)["name"]]
     (recorded / "rows.jsonl").write_text("\n".join(kept) + "\n")
+    monkeypatch.setattr(room.Grid, "machine", MACHINE)
     monkeypatch.setattr(room.Grid, "fill", lambda self, runs, show=None: None)
     wanted = r"ablation: there is no row of 'SF-NorMuon, no momentum, rate 0.069', seed 0, 200 steps; make it by: "
     with pytest.raises(UserError, match=wanted + "anytime paper ablation --scale nano --out"):
@@ -100,6 +107,7 @@ def test_the_cost_is_told_before_anything_is_run(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("gone", ["AdamW to 2×, rate 0.042 #0", "SF-NorMuon, no momentum"])
 def test_a_run_that_is_missing_is_named_before_it_is_made(recorded, tmp_path, gone, monkeypatch):
     """A searched one may be the best, so that what follows from it is in doubt."""
+    monkeypatch.setattr(room.Grid, "machine", MACHINE)
     monkeypatch.setattr(room.Grid, "_probe", lambda self, run: 1e5)
     path = recorded / "rows.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -112,21 +120,24 @@ def test_a_run_that_is_missing_is_named_before_it_is_made(recorded, tmp_path, go
     assert asked[0].startswith("nano: at most " if "#" in gone else "nano: 1 run, ")
 
 
-def test_the_papers_sizes_cost_what_was_measured(tmp_path):
-    asked = []
-    assert paper(["main"], scale="large", out=tmp_path, work=tmp_path, agree=asked.append) is None
+@pytest.mark.parametrize("items", [["main"], []])
+def test_the_papers_sizes_cost_what_was_measured(tmp_path, items):
+    """Large shows what the paper has of it. Without data nobody is asked, but told."""
+    with pytest.raises(UserError) as told:
+        paper(items, scale="large", data=str(tmp_path / "none"), out=tmp_path, work=tmp_path, agree=never)
     steps = 2 * 120_000 + 30_000 + 60_000 + 120_000
     days = steps * 524_288 / 100_675 / 86400
-    (said,) = asked
+    said = str(told.value)
     assert said.startswith(
         f"large: 5 runs, {steps * 524_288:,} tokens, about {days:.1f} days of one H200 at 1 at once: "
     )
+    assert f". But there is no data at {tmp_path / 'none'}: make it with " in said
 
 
-def test_large_shows_what_the_paper_has_of_it(tmp_path):
-    asked = []
-    assert paper(scale="large", out=tmp_path, work=tmp_path, agree=asked.append) is None
-    assert asked[0].startswith("large: 5 runs")
+@pytest.mark.parametrize(("size", "fits"), [(None, True), (50257, True), (50240, False), (4096, False)])
+def test_data_of_another_vocabulary_are_refused(size, fits):
+    with nullcontext() if fits else pytest.raises(UserError, match=f"vocabulary is {size or 0:,}, .* 50,304.*gpt2"):
+        check_data(SCALES["small"], replace(MACHINE, vocabulary=size))
 
 
 def test_both_rounds_are_run(tmp_path, found, monkeypatch):
@@ -138,7 +149,7 @@ def test_both_rounds_are_run(tmp_path, found, monkeypatch):
         return found("nano").rows[run.key]
 
     monkeypatch.setattr(room, "execute", execute)
-    monkeypatch.setattr(room.Grid, "machine", None)
+    monkeypatch.setattr(room.Grid, "machine", MACHINE)
     monkeypatch.setattr(room.Grid, "_probe", lambda self, run: 1e5)
     index = paper(["ablation"], out=tmp_path / "out", work=tmp_path / "work")
     first = searches([ITEMS["ablation"]], Recipes(SCALES["nano"]))

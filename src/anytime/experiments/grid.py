@@ -117,7 +117,8 @@ class Grid:
         if data == PYTHON:  # once, not for every run
             data = str(self.work / "python")
             write_python(Path(data))
-        train = open_data(DataConfig(path=data), self.work).train
+        opened = open_data(DataConfig(path=data), self.work)
+        train, tokenizer = opened.train, opened.tokenizer
         fingerprint = train.fingerprint()
         for row in self.rows.values():
             if row.get("data", fingerprint) != fingerprint:
@@ -126,7 +127,8 @@ class Grid:
                 )
         device = choose_device(self.device)
         threads = max(1, (os.cpu_count() or 1) // self.jobs) if device.type == "cpu" else 0
-        return Machine(os.path.abspath(data), len(train), fingerprint, str(device), threads, self.jobs)
+        vocabulary = None if tokenizer is None else tokenizer.vocabulary
+        return Machine(os.path.abspath(data), len(train), fingerprint, str(device), threads, self.jobs, vocabulary)
 
     def fill(self, runs: Iterable[Run] | Callable[[], Iterable[Run]], show: Show | None = None) -> None:
         """Runs what is missing, in this order; a row is on disk as soon as its run is done. A function is asked again

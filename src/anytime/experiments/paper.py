@@ -12,7 +12,7 @@ from . import draw
 from .grid import Grid, Show, longest_first
 from .items import Item, items_of
 from .recipes import Found, Guess, MissingRow, Recipes
-from .run import Run
+from .run import Machine, Run
 from .scales import Scale, scale_of
 
 Say = Callable[[str], None]
@@ -59,12 +59,27 @@ def paper(
             most = grid.estimate(wanted, chosen.speed)
             gpu = "" if chosen.speed is None else " of one H200"
             doubt = "" if searched or not grid.rows else "at most "  # what a search will find may be there already
-            if not agree(f"{scale}: {doubt}{most}{gpu} at {jobs} at once: {named(lacking)}"):
+            cost = f"{scale}: {doubt}{most}{gpu} at {jobs} at once: {named(lacking)}"
+            try:
+                check_data(chosen, grid.machine)
+            except UserError as wrong:
+                raise UserError(f"{cost}. But {wrong}") from None
+            if not agree(cost):
                 return None
             with nullcontext() if showing is None else showing() as show:
                 grid.fill(longest_first(searches(items, recipes)), show)
                 grid.fill(longest_first(rounds(items, Found(recipes, grid.rows))), show)
         return redraw(items, Found(recipes, grid.rows), out, say)
+
+
+def check_data(scale: Scale, machine: Machine) -> None:
+    """That the model's vocabulary is that of the data, in whole 64s: losses of another one do not compare."""
+    size, wanted = machine.vocabulary, scale.model.vocabulary
+    if size is not None and -(-size // 64) * 64 < wanted:
+        raise UserError(
+            f"the data's vocabulary is {size:,}, that of {scale.name} is {wanted:,}: prepare them with "
+            + ("--tokenizer gpt2" if wanted == 50304 else f"--train-tokenizer {wanted}")
+        )
 
 
 def named(runs: Sequence[Run], few: int = 3) -> str:

@@ -94,6 +94,7 @@ class Machine:
     device: str
     threads: int
     jobs: int
+    vocabulary: int | None = None  # of the data's tokenizer, where they have one
 
 
 def execute(run: Run, folder: Path, machine: Machine) -> Row | None:
