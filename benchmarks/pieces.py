@@ -5,8 +5,9 @@
     python benchmarks/pieces.py explore 2M --data data --out explored --seconds 590 --jobs 14 --plan plan.json
 
 The first two are `anytime paper` and `anytime frontier` but for the drawing, to be given again until nothing is left; a
-row is in OUT as soon as its run is over. `explore` runs settings beside a study, on its model, batch and warmup, and looks
-at them at every power of two of its 1×. The plan is a list of [name, options of the optimizer, rate, horizon, seed]:
+row is in OUT as soon as its run is over. `explore` runs settings beside a study, on its model, batch and warmup, and
+looks at them at every power of two of its 1×. The plan is a list of [name, options of the optimizer, rate, horizon,
+seed], such as
 ["anytime", {"name": "SFNorMuon", "recipe": "anytime"}, 0.023, 8, 1000].
 """
 
