@@ -30,7 +30,6 @@ ROOMS = (
     "experiments",
     "integrations",
     "bench",
-    "studies",
     "cli",
     "__main__",
 )
