@@ -1,4 +1,4 @@
-"""A piece of a long study, where torch is all that is installed and the machine is lent for minutes.
+"""A piece of a long study, where time is short and none of the command line's packages is installed.
 
     python benchmarks/pieces.py paper micro --data data --out results/paper/micro --seconds 590 --jobs 14
     python benchmarks/pieces.py frontier 2M --data data --out results/frontier/2M --seconds 590 --jobs 14

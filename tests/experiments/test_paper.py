@@ -18,6 +18,7 @@ from anytime.experiments.recipes import Recipes
 from anytime.experiments.run import Machine
 from anytime.experiments.scales import SCALES
 from anytime.train import UserError
+from anytime.train.prepare import prepare
 
 
 @pytest.fixture
@@ -138,6 +139,13 @@ def test_the_papers_sizes_cost_what_was_measured(tmp_path, items):
 def test_data_of_another_vocabulary_are_refused(size, fits):
     with nullcontext() if fits else pytest.raises(UserError, match=f"vocabulary is {size or 0:,}, .* 50,304.*gpt2"):
         check_data(SCALES["small"], replace(MACHINE, vocabulary=size))
+
+
+def test_the_data_s_vocabulary_is_looked_at(tmp_path):
+    (tmp_path / "text.txt").write_text("a word and another\n" * 200)
+    prepare([str(tmp_path / "text.txt")], tmp_path / "data", "bytes", workers=1)
+    with pytest.raises(UserError, match=r"small: .* But the data's vocabulary is 25\d, that of small is 50,304"):
+        paper(["main"], scale="small", data=str(tmp_path / "data"), out=tmp_path, work=tmp_path, agree=never)
 
 
 def test_both_rounds_are_run(tmp_path, found, monkeypatch):
