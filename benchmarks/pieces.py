@@ -4,10 +4,9 @@
     python benchmarks/pieces.py frontier 2M --data data --out results/frontier/2M --seconds 590 --jobs 14
     python benchmarks/pieces.py explore 2M --data data --out explored --seconds 590 --jobs 14 --plan plan.json
 
-The first two are `anytime paper` and `anytime frontier` but for the drawing, to be given again until nothing is left; a
-row is in OUT as soon as its run is over. `explore` runs settings beside a study, on its model, batch and warmup, and
-looks at them at every power of two of its 1×. The plan is a list of [name, options of the optimizer, rate, horizon,
-seed], such as
+The first two are `anytime paper` and `anytime frontier`, to be given again until nothing is left; a row is in OUT as
+soon as its run is over. `explore` runs settings beside a study, on its model, batch and warmup, and looks at them at
+every power of two of its 1×. The plan is a list of [name, options of the optimizer, rate, horizon, seed], such as
 ["anytime", {"name": "SFNorMuon", "recipe": "anytime"}, 0.023, 8, 1000].
 """
 
@@ -16,30 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from anytime.experiments.anytime import Study, study_of
 from anytime.experiments.frontier import frontier
-from anytime.experiments.grid import Grid, longest_first
-from anytime.experiments.items import items_of
-from anytime.experiments.paper import rounds, searches
-from anytime.experiments.recipes import Found, Recipes
+from anytime.experiments.grid import Grid
+from anytime.experiments.paper import paper
 from anytime.experiments.run import Run
-from anytime.experiments.scales import scale_of
-
-Fill = Callable[[list[Run]], int]
-
-
-def paper(name: str, grid: Grid, fill: Fill) -> None:
-    """Both rounds of a scale, as far as time allows."""
-    scale = scale_of(name)
-    items, recipes = items_of(scale.shown), Recipes(scale)
-    if not fill(longest_first(searches(items, recipes))):
-        fill(longest_first(rounds(items, Found(recipes, grid.rows))))
 
 
 def planned(study: Study, name: str, options: dict[str, Any], lr: float, horizon: float, seed: int) -> Run:
@@ -68,30 +52,20 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=[], help="of the frontier")
     parser.add_argument("--plan", type=Path, help="of what is explored")
     given = parser.parse_args()
-    work, ends = given.work / given.what / given.name, time.monotonic() + given.seconds
-    if given.what == "frontier":
-        page = frontier(
-            given.name, methods=given.methods, data=given.data, out=given.out, work=work, jobs=given.jobs,
-            seconds=given.seconds,
-        )  # fmt: skip
-        print("there is more to run" if page is None else page)
-        return
-    with Grid(given.out / "rows.jsonl", work, data=given.data, jobs=given.jobs) as grid:
-
-        def fill(runs: list[Run]) -> int:
-            grid.seconds = max(0.0, ends - time.monotonic())
+    work = given.work / given.what / given.name
+    common = {"data": given.data, "work": work, "jobs": given.jobs, "seconds": given.seconds}
+    if given.what == "explore":
+        study = study_of(given.name)
+        with Grid(given.out / "rows.jsonl", **common) as grid:
+            runs = [planned(study, *entry) for entry in json.loads(given.plan.read_text("utf-8"))]
             grid.fill(runs)
-            left = len(grid.missing(runs))
-            print(f"{len(runs)} runs, {left} left, {ends - time.monotonic():.0f} s left", flush=True)
-            return left
-
-        if given.what == "paper":
-            paper(given.name, grid, fill)
-        else:
-            study = study_of(given.name)
-            fill([planned(study, *entry) for entry in json.loads(given.plan.read_text("utf-8"))])
-    for row in grid.rows.values() if given.what == "explore" else ():
-        print(row["name"], row["seed"], row["settings"]["optimizer"]["lr"], row["losses"], row.get("failed", ""))
+        for row in grid.rows.values():
+            print(row["name"], row["seed"], row["settings"]["optimizer"]["lr"], row["losses"], row.get("failed", ""))
+        print(f"{len(runs)} runs, {len(grid.missing(runs))} left")
+    elif given.what == "paper":
+        print(paper(scale=given.name, out=given.out, **common) or "there is more to run")
+    else:
+        print(frontier(given.name, methods=given.methods, out=given.out, **common) or "there is more to run")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ ROOMS = (
     "experiments",
     "integrations",
     "bench",
+    "studies",
     "cli",
     "__main__",
 )

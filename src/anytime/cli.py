@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from . import studies
+from .studies import say as _say
 from .train import config as settings
 from .train.config import Config, Until
 from .train.errors import Elsewhere, UserError
@@ -61,10 +63,6 @@ def _main(arguments: list[str]) -> int:
     return COMMANDS[name](rest)
 
 
-def _say(text: str, stream: Any = None) -> None:
-    (stream or sys.stdout).write(text + "\n")
-
-
 def _warn(text: str) -> None:
     _say(f"warning: {text}", sys.stderr)
 
@@ -74,13 +72,22 @@ def _overview() -> str:
     return "anytime: train without knowing how long\n\n" + "\n".join(lines) + "\n\nanytime COMMAND --help says more."
 
 
-def _parse(what: Any, command: str, arguments: Sequence[str], *, default: Any = None, about: str | None = None) -> Any:
-    """Arguments as a dataclass or a function's parameters say."""
+def _parse(
+    what: Any,
+    command: str,
+    arguments: Sequence[str],
+    *,
+    default: Any = None,
+    about: str | None = None,
+    bare: bool = False,
+) -> Any:
+    """Arguments as a dataclass or a function's parameters say; `bare` leaves the names of nested ones as they are."""
     try:
         import tyro
     except ImportError:
         raise UserError('the command line needs tyro: pip install "anytime-optim[train]"') from None
     more: dict[str, Any] = {} if default is None else {"default": default}
+    more |= {"config": (tyro.conf.OmitArgPrefixes,)} if bare else {}
     words = inspect.cleandoc(about or what.__doc__ or "").partition("\nArgs:")[0]
     return tyro.cli(what, prog=f"anytime {command}", args=list(arguments), description=words, **more)
 
@@ -607,179 +614,11 @@ def plan(
     return 0
 
 
-def paper(
-    items: tuple[str, ...] = (),
-    /,
-    scale: str = "nano",
-    data: str = "",
-    out: str = "",
-    work: str = "",
-    jobs: int = 1,
-    device: str = "",
-    yes: bool = False,
-) -> int:
-    """redraw the paper's tables and figures from fresh or recorded runs: anytime paper [ITEM…] --scale nano --jobs 2
-
-    Runs what has no row yet, once its cost is agreed to, and draws from the rows alone. An interrupted one goes on when
-    the same command is given again. Items: main, loss, comparison, optimizers, decay, sequences, ablation, steady,
-    layers, prediction, rates, rates-adamw, architecture, budgets, space, best, memory; all by default.
-
-    Args:
-        items: tables and figures by name.
-        scale: nano (minutes on two cores), micro (one GPU, about ten minutes), small or large (the paper's).
-        data: a folder of tokens; nano takes the source of Python's own library by default.
-        out: where rows, tables, figures and their page go; results/paper/SCALE by default.
-        work: where the folders of runs are; runs/paper/SCALE by default.
-        jobs: runs at once.
-        device: empty is CUDA where there is one, else the CPU.
-        yes: do not ask whether the cost is agreed to.
-    """
-    from .experiments.paper import paper as make
-    from .experiments.progress import showing
-
-    index = make(
-        items, scale=scale, data=data, out=Path(out) if out else None, work=Path(work) if work else None, jobs=jobs,
-        device=device, agree=lambda cost: _agreed(cost, yes), say=_say, showing=lambda: showing(sys.stdout, _say),
-    )  # fmt: skip
-    if index is None:
-        return 1
-    _say(f"Page: {index.resolve()}")
-    return 0
-
-
-def frontier(
-    study: str,
-    /,
-    methods: tuple[str, ...] = (),
-    data: str = "",
-    out: str = "",
-    work: str = "",
-    jobs: int = 1,
-    device: str = "",
-    minutes: float = 0.0,
-    yes: bool = False,
-) -> int:
-    """one horizon-free run against the schedule tuned for each horizon: anytime frontier 2M --data data --jobs 10
-
-    Searches settings on seeds set apart, freezes them in a file, runs them on others, and draws losses and regrets from
-    the rows. An interrupted one goes on when the same command is given again.
-
-    Args:
-        study: nano, 0.5M, 2M, 6M or 12M.
-        methods: those compared with the envelope, by name; all by default.
-        data: a folder of tokens; nano takes the source of Python's own library.
-        out: where rows, choices and the page go; results/frontier/STUDY by default.
-        work: where the folders of runs are; runs/frontier/STUDY by default.
-        jobs: runs at once.
-        device: empty is CUDA where there is one, else the CPU.
-        minutes: no run is started that would end later, as far as is known; 0 is no limit.
-        yes: do not ask whether the cost is agreed to.
-    """
-    from .experiments.frontier import frontier as make
-    from .experiments.progress import showing
-
-    index = make(
-        study, methods=methods, data=data or ("python" if study == "nano" else "data"), out=Path(out) if out else None,
-        work=Path(work) if work else None, jobs=jobs, device=device, seconds=60 * minutes or None,
-        agree=lambda cost: _agreed(cost, yes), say=_say, showing=lambda: showing(sys.stdout, _say),
-    )  # fmt: skip
-    if index is None:
-        return 1
-    _say(f"Page: {index.resolve()}")
-    return 0
-
-
-def robust(
-    tasks: tuple[str, ...] = (),
-    /,
-    scale: str = "2M",
-    text: str = "",
-    frozen: str = "",
-    out: str = "",
-    work: str = "",
-    jobs: int = 1,
-    device: str = "",
-    minutes: float = 0.0,
-    yes: bool = False,
-) -> int:
-    """the recipe that `anytime frontier` froze, untouched on other work: anytime robust --text book.txt --jobs 10
-
-    Its one run against NorMuon scheduled for each horizon, at the best of five rates. An interrupted one goes on when
-    the same command is given again. Tasks: code, bytes, small-batch, large-batch, rates, fine-tune, shift, vit, conv;
-    all by default.
-
-    Args:
-        tasks: by name.
-        scale: 2M (one GPU), or nano (minutes on two cores).
-        text: a text of yours, for bytes; fine-tune and shift take it too.
-        frozen: where the recipe is; results/frontier/SCALE/frozen.json by default.
-        out: where rows and the page go; results/robust by default.
-        work: where the folders of runs are; runs/robust/SCALE by default.
-        jobs: runs at once.
-        device: empty is CUDA where there is one, else the CPU.
-        minutes: no run is started that would end later, as far as is known; 0 is no limit.
-        yes: do not ask whether the cost is agreed to.
-    """
-    from .experiments.progress import showing
-    from .experiments.robust import robust as make
-
-    index = make(
-        tasks, scale=scale, text=text, frozen=Path(frozen) if frozen else None, out=Path(out) if out else None,
-        work=Path(work) if work else None, jobs=jobs, device=device, seconds=60 * minutes or None,
-        agree=lambda cost: _agreed(cost, yes), say=_say, showing=lambda: showing(sys.stdout, _say),
-    )  # fmt: skip
-    if index is None:
-        return 1
-    _say(f"Page: {index.resolve()}")
-    return 0
-
-
-def _agreed(cost: str, yes: bool) -> bool:
-    """Whether a person, or --yes, agrees to a cost."""
-    _say(cost)
-    if yes:
-        return True
-    if not sys.stdin.isatty():
-        raise UserError("nobody is there to agree to it: say --yes")
-    return input("Run it? [y/N] ").strip().lower() in ("y", "yes")
-
-
-def sweep(
-    space: str, /, preset: str = "", data: str = "", out: str = "", trials: int = 20, jobs: int = 1, seed: int = 0
-) -> int:
-    """search for settings, and end what falls behind: anytime sweep SPACE.toml --preset 2M --data data --trials 40
-
-    SPACE.toml holds settings as of `anytime train`, and a table [space] of what to search, such as
-    "optimizer.lr" = { low = 0.002, high = 0.04, log = true } or "optimizer.momentum" = [0.8, 0.9]. Given again, the
-    same command goes on; more trials add to those that are there.
-
-    Args:
-        space: the file.
-        preset: a model by name, where the file names none.
-        data: a folder of tokens, where the file names none.
-        out: where trials, runs and the best settings go; sweeps/NAME of the file by default.
-        trials: how many, in all.
-        jobs: trials at once.
-        seed: of the search.
-    """
-    from .experiments.sweep import Space
-    from .experiments.sweep import sweep as search
-
-    given: dict[str, Any] = {"preset": preset} if preset else {}
-    folder = Path(out) if out else Path("sweeps") / Path(space).stem
-    loss, _ = search(
-        Space.read(Path(space), **given, **({"data": {"path": data}} if data else {})),
-        folder, trials=trials, jobs=jobs, seed=seed, say=_say,
-    )  # fmt: skip
-    _say(f"The best loss is {loss:.4f}. Its settings: {folder / 'best.toml'}")
-    return 0
-
-
 def _typed(name: str, function: Callable[..., int]) -> Command:
-    """A command whose arguments are the function's parameters."""
+    """A command whose arguments are the function's parameters, those of a dataclass among them by its fields' names."""
 
     def command(arguments: list[str]) -> int:
-        return int(_parse(function, name, arguments))
+        return int(_parse(function, name, arguments, bare=True))
 
     command.__doc__ = function.__doc__
     return command
@@ -795,10 +634,10 @@ COMMANDS: dict[str, Command] = {
     "report": _typed("report", report),
     "bench": _typed("bench", bench),
     "plan": _typed("plan", plan),
-    "paper": _typed("paper", paper),
-    "frontier": _typed("frontier", frontier),
-    "robust": _typed("robust", robust),
-    "sweep": _typed("sweep", sweep),
+    "paper": _typed("paper", studies.paper),
+    "frontier": _typed("frontier", studies.frontier),
+    "robust": _typed("robust", studies.robust),
+    "sweep": _typed("sweep", studies.sweep),
 }
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from anytime.experiments.progress import last_row, left, line, showing, table
 from anytime.experiments.recipes import Recipes
 from anytime.experiments.run import Machine
 from anytime.experiments.scales import SCALES
+from anytime.studies import agreed
 from anytime.train import UserError
 from anytime.train.prepare import prepare
 
@@ -169,6 +170,24 @@ def test_both_rounds_are_run(tmp_path, found, monkeypatch):
     assert index == tmp_path / "out" / "index.md"
 
 
+def test_when_time_is_over_the_rest_is_left_for_the_same_command(tmp_path, found, monkeypatch, capsys):
+    made = []
+
+    def execute(run, folder, machine):
+        made.append(run.key)
+        return found("nano").rows[run.key]
+
+    monkeypatch.setattr(room, "execute", execute)
+    monkeypatch.setattr(room.Grid, "machine", MACHINE)
+    monkeypatch.setattr(room.Grid, "_probe", lambda self, run: 1e5)
+    asked = ["paper", "ablation", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--yes"]
+    assert cli.main([*asked, "--minutes", "1e-9"]) == 1
+    assert "There is more to run: the same command goes on." in capsys.readouterr().out
+    assert len(made) < 3
+    assert cli.main(asked) == 0
+    assert len(made) == len(set(made)) == 5
+
+
 # ------------------------------------------------------------------- progress
 
 
@@ -223,8 +242,8 @@ def test_a_person_is_asked(monkeypatch, answer, status):
 
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr(builtins, "input", lambda text: answer)
-    assert cli._agreed("about 3 days", False) is status
-    assert cli._agreed("about 3 days", True)
+    assert agreed("about 3 days", False) is status
+    assert agreed("about 3 days", True)
 
 
 @pytest.mark.slow

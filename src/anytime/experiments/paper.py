@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -38,11 +40,13 @@ def paper(
     work: Path | None = None,
     jobs: int = 1,
     device: str = "",
+    seconds: float | None = None,
     agree: Callable[[str], bool] = lambda text: True,
     say: Say = lambda text: None,
     showing: Callable[[], AbstractContextManager[Show]] | None = None,
 ) -> Path | None:
-    """Tables and figures by name (all by default), at a scale, into a folder; the index page, or None if not agreed.
+    """Tables and figures by name (all by default), at a scale, into a folder; the index page, or None if not agreed or
+    if time ran out before its end.
 
     `agree` is told what it will cost before anything long is run.
     """
@@ -52,6 +56,7 @@ def paper(
     work = work or Path("runs/paper") / scale
     rows = out / "rows.jsonl"
     recipes = Recipes(chosen)
+    ends = math.inf if seconds is None else time.monotonic() + seconds
     with Grid(rows, work, data=data or chosen.data or "data", jobs=jobs, device=device) as grid:
         searched = not grid.missing(searches(items, recipes))
         wanted = rounds(items, (Found if searched else Guess)(recipes, grid.rows))
@@ -67,8 +72,14 @@ def paper(
             if not agree(cost):
                 return None
             with nullcontext() if showing is None else showing() as show:
-                grid.fill(longest_first(searches(items, recipes)), show)
-                grid.fill(longest_first(rounds(items, Found(recipes, grid.rows))), show)
+
+                def in_time(runs: list[Run]) -> bool:
+                    grid.seconds = None if ends == math.inf else max(0.0, ends - time.monotonic())
+                    grid.fill(longest_first(runs), show)
+                    return grid.seconds is None or not grid.missing(runs)
+
+                if not in_time(searches(items, recipes)) or not in_time(rounds(items, Found(recipes, grid.rows))):
+                    return None
         return redraw(items, Found(recipes, grid.rows), out, say)
 
 
