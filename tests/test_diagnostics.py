@@ -61,6 +61,8 @@ AVERAGING = [
     {"weight_decay": 0.3, "averaging_power": 3.0, "averaging_warmup": 2, "beta_growth": 0.4, "beta_growth_start": 3},
     {"weight_decay": 0.3, "warmup_steps": 0},
     {"weight_decay": 0.3, "decay_fading": 2},
+    {"weight_decay": 0.3, "cautious": True},
+    {"weight_decay": 0.3, "cautious": True, "decay_at": "y"},
 ]
 CASES = [
     *(("SFNorMuon", options) for options in AVERAGING),

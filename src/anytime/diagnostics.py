@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .core.averaging import opposed
 from .core.layout import Layout
 from .distributed.parts import is_sharded, local, part_like
 from .optim.base import AnytimeOptimizer
@@ -123,7 +124,7 @@ class Probe:
         if self.optimizer.averages:
             found["distance"] = d.sqrt()
         everyone = [place.group for place in self.places]
-        if all(g["weight_decay"] and g.get("decay_at", "z") == "z" for g in everyone):
+        if all(g["weight_decay"] and g.get("decay_at", "z") == "z" and not g.get("cautious") for g in everyone):
             decay, alpha = column([decay for _, decay in rates]), found["alpha"]
             root = (alpha.square() + 2 * rate * decay).sqrt()
             found["predicted"] = found["update_rms"] / 2 * (root - alpha) / decay
@@ -156,6 +157,8 @@ class Probe:
         z = local(self.optimizer.iterates(place.param).z)
         update = old - z
         if decayed is not None:
+            if place.group.get("cautious"):  # what decayed moved towards zero, what was spared away from it
+                decayed = decayed.masked_fill(opposed(update, decayed), 0)
             update -= decay.to(z.dtype) * decayed
         return update, z
 

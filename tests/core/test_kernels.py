@@ -590,11 +590,15 @@ def flat_state(sizes: list[int], dtypes: dict[str, torch.dtype]) -> tuple[list[d
     return made, table_of({}, *made)
 
 
-def moved(y: Tensor, d: Tensor | None, U: Tensor, c: dict[str, float], decay_at: int) -> tuple[Tensor, Tensor | None]:
+def moved(
+    y: Tensor, d: Tensor | None, U: Tensor, c: dict[str, float], decay_at: int, cautious: bool
+) -> tuple[Tensor, Tensor | None]:
     """advance_ in float64, for the coefficients of `tick`."""
+    at = {0: torch.zeros_like(y), 1: y if d is None else y + c["OLD_BETA"] * d, 2: y}[decay_at]
+    if cautious:
+        at = torch.where(U * at >= 0, at, 0.0)
     if d is None:
-        return y - c["ETA"] * (U + (c["DECAY"] * y if decay_at else 0)), None
-    at = {0: 0.0, 1: y + c["OLD_BETA"] * d, 2: y}[decay_at]
+        return y - c["ETA"] * (U + c["DECAY"] * at), None
     dz = -c["ETA"] * (U + c["DECAY"] * at)
     return y + c["Y_FROM_D"] * d + c["Y_FROM_DZ"] * dz, (d + dz) * c["KEEP_D"]
 
@@ -602,11 +606,13 @@ def moved(y: Tensor, d: Tensor | None, U: Tensor, c: dict[str, float], decay_at:
 MOVE = {"ETA": 0.25, "DECAY": 0.5, "OLD_BETA": 0.75, "Y_FROM_D": 0.125, "Y_FROM_DZ": 0.375, "KEEP_D": 0.625}
 
 
-def check_move(old: dict[str, Tensor], new: dict[str, Tensor], U: Tensor, decay_at: int) -> None:
+def check_move(
+    old: dict[str, Tensor], new: dict[str, Tensor], U: Tensor, decay_at: int, cautious: bool = False
+) -> None:
     """new is old moved by U, in its precision."""
     d = old["d"].double() if "d" in old else None
     y = old["param"].double() + (old["residual"].double() if "residual" in old else 0)
-    y_expected, d_expected = moved(y, d, U, MOVE, decay_at)
+    y_expected, d_expected = moved(y, d, U, MOVE, decay_at, cautious)
     y_new = new["param"].double() + (new["residual"].double() if "residual" in new else 0)
     torch.testing.assert_close(y_new, y_expected, rtol=1e-5, atol=1e-5)
     if "residual" in new and (
@@ -766,11 +772,11 @@ def test_the_norm_without_rows():
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, work.second, strict=True))
 
 
-@pytest.mark.parametrize("decay_at", [0, 1, 2])
+@pytest.mark.parametrize(("decay_at", "cautious"), [(0, False), (1, False), (2, False), (1, True), (2, True)])
 @pytest.mark.parametrize("averages", [False, True], ids=["scheduled", "averages"])
 @pytest.mark.parametrize("dtype", KINDS[:2], ids=str)
 @pytest.mark.parametrize("normed", [(True, True), (True, False), (False, True), (False, False)], ids=str)
-def test_move(normed, dtype, averages, decay_at):
+def test_move(normed, dtype, averages, decay_at, cautious):
     """What is moved is the pieces alone; the next guess is the right exponent, also of a skipped step."""
     row_norm, unit_norm = normed
     work = Moves(9, 7, dtype, averages=averages)
@@ -799,6 +805,7 @@ def test_move(normed, dtype, averages, decay_at):
         HAS_RESIDUAL=dtype != torch.float32,
         AVERAGES=averages,
         DECAY_AT=decay_at,
+        CAUTIOUS=cautious,
         ROW_NORM=row_norm,
         UNIT=unit_norm,
         ALIGNED=False,
@@ -808,7 +815,7 @@ def test_move(normed, dtype, averages, decay_at):
     U = work.P[0].double() * (work.factors[:9].double().unsqueeze(1) if row_norm else 1)
     U = 3.0 * 0.5 * (U / U.norm() if unit_norm else U)
     cut = [{name: work.inside(value) for name, value in tensors.items()} for tensors in (old[0], work.state[0])]
-    check_move(*cut, U, decay_at)
+    check_move(*cut, U, decay_at, cautious)
     for name, value in cut[0].items():
         value.copy_(cut[1][name])
     for before, after in zip(old, work.state, strict=True):

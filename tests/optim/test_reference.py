@@ -159,6 +159,7 @@ def check_spectral(
     warm: int,
     momentum: float,
     polar: str = "newton-schulz",
+    cautious: bool = False,
 ) -> None:
     common = {"lr": 0.02, "weight_decay": 0.1, "warmup_steps": 50}
     average, b = averaging(beta, r, warm), BETAS[beta]["beta"]
@@ -166,6 +167,7 @@ def check_spectral(
 
     def build(params: list[tuple[str, torch.nn.Parameter]]) -> anytime.AnytimeOptimizer:
         shared = {**common, **average, "momentum": momentum, "decay_at": decay_at, "polar": polar, "polar_dtype": dtype}
+        shared["cautious"] = cautious
         if row_norm:
             return anytime.SFNorMuon(params, betas=(b, 0.9), **shared)
         return anytime.SFMuon(params, beta=b, **shared)
@@ -174,7 +176,7 @@ def check_spectral(
         if name not in MATRICES:
             return rest(w)
         own = {"polar": POLARS[polar], "momentum": momentum, "beta2": 0.9, "row_norm": row_norm, "decay_at": decay_at}
-        return ReferenceSFNorMuon(w, beta=b, **own, **common, **average)
+        return ReferenceSFNorMuon(w, beta=b, cautious=cautious, **own, **common, **average)
 
     tolerance = 3e-5 if dtype == torch.float32 and momentum == 0 else None
     compare(build, reference, names, dtype, tolerance=tolerance)
@@ -198,6 +200,12 @@ def test_sf_normuon(decay_at, beta, r):
 @pytest.mark.parametrize(("row_norm", "dtype"), [(True, torch.float32), (False, torch.float64)])
 def test_spectral_pairs(row_norm, decay_at, beta, r, momentum, dtype):
     check_spectral(row_norm, dtype, TWO, decay_at=decay_at, beta=beta, r=r, warm=30 if not r else 0, momentum=momentum)
+
+
+@pytest.mark.parametrize("decay_at", ["z", "y"])
+def test_cautious_decay(decay_at):
+    options = {"decay_at": decay_at, "beta": "growing", "r": 3.0, "warm": 0, "momentum": 0.8, "cautious": True}
+    check_spectral(True, torch.float64, TWO, **options)
 
 
 @pytest.mark.slow

@@ -54,6 +54,11 @@ def faded(t: Tensor, decay: float, steps: int) -> Tensor:
     return decay * steps / (steps + t)
 
 
+def opposed(u: Tensor, at: Tensor) -> Tensor:
+    """Where `at` grows when u is subtracted: their signs differ. Cautious decay (arXiv 2510.12402) spares these."""
+    return ((u > 0) & (at < 0)) | ((u < 0) & (at > 0))
+
+
 def tick(
     t: Tensor,
     weight_sum: Tensor,

@@ -652,11 +652,13 @@ def confined(Z: list[Tensor], layouts: list[Layout], parts: Parts | None, group:
 def fast_step(
     y: Tensor, z: Tensor, u: Tensor, eta: Tensor, decay: float | Tensor, group: Group, inside: Tensor | None = None
 ) -> Tensor:
-    """z' − z = −η (U + λ z or y), or to `inside`, where that is confined to."""
+    """z' − z = −η (U + λ z or y), or to `inside`, where that is confined to. Cautious decay spares what U enlarges."""
     if inside is not None:
         return torch.where(eta > 0, inside - z, 0)
     if group["weight_decay"] and group.get("decay_at", "z") is not None:
         at = y if group.get("decay_at") == "y" else z
+        if group.get("cautious"):
+            at = at.masked_fill(averaging.opposed(u, at), 0)
         u = torch.addcmul(u, at, decay.to(u.dtype)) if isinstance(decay, Tensor) else torch.add(u, at, alpha=decay)
     return u * -eta.to(u.dtype)
 

@@ -294,6 +294,7 @@ class Engine:
             HAS_RESIDUAL=kinds["HAS_RESIDUAL"],
             AVERAGES=self.averages,
             DECAY_AT=options["DECAY_AT"],
+            CAUTIOUS=options["CAUTIOUS"],
             ROW_NORM=options["ROW_NORM"],
             UNIT=options["UNIT"],
             **how,
@@ -342,6 +343,7 @@ def _part(group: Group, members: list[Member], first: int, averages: bool, chunk
         return _Part(first, kinds, options, torch.float32, flat, ())
     options |= {
         "NESTEROV": group["nesterov"],
+        "CAUTIOUS": group.get("cautious", False),
         "ROW_NORM": group["row_norm"],
         "UNIT": group["scaling"] == "rms",
         "polar": COEFFICIENTS[group["polar"]],

@@ -89,7 +89,7 @@ def split(work: Work) -> tuple[dict[torch.device, list[tuple[Group, list[Member]
     return {device: list(by_kind.values()) for device, by_kind in taken.items()}, rest
 
 
-_CHOICES = ("rule", "decay_at", "row_norm", "scaling", "nesterov", "polar", "polar_dtype", "momentum_dtype")
+_CHOICES = ("rule", "decay_at", "cautious", "row_norm", "scaling", "nesterov", "polar", "polar_dtype", "momentum_dtype")
 Choices = tuple[Any, ...]
 
 

@@ -59,6 +59,7 @@ class Spectral(TypedDict, total=False):
     momentum_dtype: torch.dtype | None
     scaling: str | None
     update_rms: float
+    cautious: bool
 
 
 class ScheduledMatrices(Handling, Adam, total=False):
@@ -101,7 +102,13 @@ ADAM: dict[str, Any] = {
     "adam_decay_at": "y",
     "adam_bias_correction": "rate",
 }
-SPECTRAL: dict[str, Any] = {"nesterov": False, "momentum_dtype": None, "scaling": "rms", "update_rms": 0.2}
+SPECTRAL: dict[str, Any] = {
+    "nesterov": False,
+    "momentum_dtype": None,
+    "scaling": "rms",
+    "update_rms": 0.2,
+    "cautious": False,
+}
 
 
 def take(given: Mapping[str, Any], owner: type, *tables: Mapping[str, Any]) -> list[dict[str, Any]]:

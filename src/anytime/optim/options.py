@@ -60,6 +60,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "eps": (_between(0, math.inf), "in [0, ∞)"),
     "weight_decay": (_between(0, math.inf), "in [0, ∞)"),
     "decay_at": (_one_of("z", "y", None), "'z', 'y' or None"),
+    "cautious": (_one_of(True, False), "True or False"),
     "warmup_steps": (_whole(0), "a whole number in [0, ∞)"),
     "row_norm": (_one_of(True, False), "True or False"),
     "polar": (lambda v: callable(v) or v in METHODS, f"one of {', '.join(map(repr, METHODS))} or a callable"),

@@ -32,12 +32,13 @@ class Reference(ABC):
         beta_growth: float = 0.0,
         beta_growth_start: int = 200,
         decay_fading: int = 0,
+        cautious: bool = False,
     ) -> None:
         self.lr, self.beta, self.weight_decay, self.decay_at = lr, beta, weight_decay, decay_at
         self.warmup_steps = warmup_steps
         self.averaging_power, self.averaging_warmup = averaging_power, averaging_warmup
         self.beta_growth, self.beta_growth_start = beta_growth, beta_growth_start
-        self.decay_fading = decay_fading
+        self.decay_fading, self.cautious = decay_fading, cautious
         self.x, self.y, self.z = w.clone(), w.clone(), w.clone()
         self.t = 0
         self.s = 0.0
@@ -72,6 +73,8 @@ class Reference(ABC):
         eta = self.rate()
         U = self.direction(G)
         decayed = {"z": self.z, "y": self.y, None: torch.zeros_like(self.z)}[self.decay_at]
+        if self.cautious:
+            decayed = decayed * (U.sign() * decayed.sign() >= 0)
         self.z = self.fast(self.z - eta * self.decay() * decayed - eta * U)
         if self.t <= self.averaging_warmup:
             c = 1.0

@@ -79,6 +79,7 @@ class SFNorMuon(ScheduleFreeSpectral):
         momentum: μ.
         weight_decay, decay_at: λ, and where it acts: "z", "y" or None.
         decay_fading: λ_t = λ T / (T + t) for T steps; 0 keeps λ.
+        cautious=False: True spares entries that their update makes larger (arXiv 2510.12402) the decay.
         row_norm: False leaves P̂ = P.
         polar: "newton-schulz", "polar-express", "quintic", "svd", "low-rank", or a callable from one matrix to another.
         polar_dtype: the precision of the polar factor; None is float16 on CUDA, the parameter's own elsewhere.

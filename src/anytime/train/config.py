@@ -72,6 +72,8 @@ class OptimizerConfig:
     eps: float | None = None
     # Where decay acts: at the fast iterate, at the point of the gradient, nowhere.
     decay_at: Literal["z", "y", "none"] | None = None
+    # Whether decay spares the entries that their update makes larger.
+    cautious: bool | None = None
     # Whether rows of the polar factor are normalized.
     row_norm: bool | None = None
     # The polar factor of (1 − μ) G + μ M instead of M.

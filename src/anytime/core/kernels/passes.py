@@ -397,6 +397,14 @@ def _load_y(param, residual, at, inside, HAS_RESIDUAL: tl.constexpr):
 
 
 @triton.jit
+def _decayed(u, at, decay, CAUTIOUS: tl.constexpr):
+    """λ times what decays; CAUTIOUS spares what is averaging.opposed."""
+    if CAUTIOUS:
+        at = tl.where(((u > 0) & (at < 0)) | ((u < 0) & (at > 0)), 0.0, at)
+    return decay * at
+
+
+@triton.jit
 def _move(
     u,
     y,
@@ -410,6 +418,7 @@ def _move(
     HAS_RESIDUAL: tl.constexpr,
     AVERAGES: tl.constexpr,
     DECAY_AT: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
 ):
     """averaging.advance_ by dz = −η (U + λ z or y), and what rounding y takes away to the residual."""
     eta = tl.load(c + ETA)
@@ -417,15 +426,15 @@ def _move(
     if AVERAGES:
         d = tl.load(d_at + at, mask=inside, other=0.0)
         if DECAY_AT == 1:
-            u += decay * (y + tl.load(c + OLD_BETA) * d)
+            u += _decayed(u, y + tl.load(c + OLD_BETA) * d, decay, CAUTIOUS)
         elif DECAY_AT == 2:
-            u += decay * y
+            u += _decayed(u, y, decay, CAUTIOUS)
         dz = -eta * u
         y += tl.load(c + Y_FROM_D) * d + tl.load(c + Y_FROM_DZ) * dz
         tl.store(d_at + at, (d + dz) * tl.load(c + KEEP_D), mask=inside)
     else:
         if DECAY_AT > 0:
-            u += decay * y
+            u += _decayed(u, y, decay, CAUTIOUS)
         y -= eta * u
     p = y.to(KIND)
     tl.store(param + at, p, mask=inside)
@@ -453,6 +462,7 @@ def move(
     HAS_RESIDUAL: tl.constexpr,
     AVERAGES: tl.constexpr,
     DECAY_AT: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
     ROW_NORM: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -486,7 +496,7 @@ def move(
                 u *= tl.load(factors + b * m + r, mask=r < m, other=0.0)
             at = r * stride + col
             y = _load_y(param, residual, at, inside, HAS_RESIDUAL)
-            _move(u, y, param, d_at, residual, at, inside, c, KIND, HAS_RESIDUAL, AVERAGES, DECAY_AT)
+            _move(u, y, param, d_at, residual, at, inside, c, KIND, HAS_RESIDUAL, AVERAGES, DECAY_AT, CAUTIOUS)
 
 
 @triton.jit
@@ -530,4 +540,4 @@ def adam(
         d_at = _address(table, parameter, D, tl.float32, ALIGNED)
         residual = _address(table, parameter, RESIDUAL, tl.float32, ALIGNED)
         y = _load_y(param, residual, at, inside, HAS_RESIDUAL)
-        _move(u, y, param, d_at, residual, at, inside, c, KIND, HAS_RESIDUAL, AVERAGES, DECAY_AT)
+        _move(u, y, param, d_at, residual, at, inside, c, KIND, HAS_RESIDUAL, AVERAGES, DECAY_AT, False)
