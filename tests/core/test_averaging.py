@@ -39,7 +39,7 @@ def test_advance_is_the_stored_average(beta, steps, seed):
         z = z + dz
         x = (1 - c) * x + c * z
         y = (1 - beta_next) * z + beta_next * x
-        advance_(fast_y, d, dz, scalar(c), b, scalar(beta_next))
+        advance_([fast_y], [d], [dz], *(s.reshape(1) for s in (scalar(c), b, scalar(beta_next))))
         b = scalar(beta_next)
         for fast, slow in ((fast_y, y), (x_of(fast_y, d, b), x), (z_of(fast_y, d, b), z)):
             torch.testing.assert_close(fast, slow, rtol=0, atol=1e-13)
@@ -58,14 +58,14 @@ def test_maps_between_the_sequences(beta, seed):
 def test_advance_by_nothing_changes_no_bit(beta, dtype):
     y, d = randn(0, 2, 50).to(dtype)
     before = y.clone(), d.clone()
-    advance_(y, d, torch.zeros_like(d), scalar(0.0), scalar(beta), scalar(beta))
+    advance_([y], [d], [torch.zeros_like(d)], *(scalar(s).reshape(1) for s in (0.0, beta, beta)))
     assert torch.equal(y, before[0])
     assert torch.equal(d, before[1])
 
 
 def test_advance_keeps_the_dtype():
     y, d = randn(0, 2, 5).float()
-    advance_(y, d, torch.ones(5), scalar(0.3), scalar(0.9), scalar(0.95))
+    advance_([y], [d], [torch.ones(5)], *(scalar(s).reshape(1) for s in (0.3, 0.9, 0.95)))
     assert y.dtype == d.dtype == torch.float32
 
 
@@ -180,7 +180,7 @@ def test_a_step_that_does_not_count_changes_nothing(t, weight_sum, beta, eta, wa
     assert clock.eta.tolist() == clock.c.tolist() == [0.0] * 3
     y, d = randn(seed, 2, 20).float()
     before = y.clone(), d.clone()
-    advance_(y, d, torch.ones_like(d) * clock.eta[0].float(), clock.c[0], clock.beta[0], clock.beta_next[0])
+    advance_([y], [d], [torch.ones_like(d) * clock.eta[0].float()], clock.c[:1], clock.beta[:1], clock.beta_next[:1])
     assert torch.equal(y, before[0])
     assert torch.equal(d, before[1])
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from anytime.core.direction import Batch, Spectral
 from anytime.core.layout import Layout
-from anytime.core.polar import COEFFICIENTS, _in_halves, _on_gram, _whole, at_once, iteration, polar
+from anytime.core.polar import COEFFICIENTS, _in_halves, _on_gram, _on_gram_in_halves, _whole, at_once, iteration, polar
 
 F64 = torch.float64
 CPU = torch.device("cpu")
-FORMS = {"whole": _whole, "in halves": _in_halves, "on Gram": _on_gram}
+FORMS = {"whole": _whole, "in halves": _in_halves, "on Gram": _on_gram, "on Gram, in halves": _on_gram_in_halves}
 quick = settings(max_examples=60, deadline=None)
 
 
@@ -98,10 +98,16 @@ def test_float32_keeps_its_digits(method, kind, shape):
     ("m", "n", "dtype", "device", "form"),
     [
         (255, 255, torch.float32, "cpu", _whole),
-        (255, 9999, torch.float32, "cpu", _whole),
+        (63, 9999, torch.float32, "cpu", _whole),
+        (64, 127, torch.float32, "cpu", _whole),
+        (64, 128, torch.float32, "cpu", _on_gram),
+        (255, 9999, torch.float32, "cpu", _on_gram),
+        (255, 9999, F64, "cpu", _whole),
+        (255, 9999, torch.bfloat16, "cpu", _whole),
+        (255, 9999, torch.float32, "cuda", _whole),
         (256, 256, torch.float32, "cpu", _in_halves),
         (256, 383, torch.float32, "cpu", _in_halves),
-        (256, 384, torch.float32, "cpu", _on_gram),
+        (256, 384, torch.float32, "cpu", _on_gram_in_halves),
         (256, 384, F64, "cpu", _in_halves),
         (256, 384, torch.bfloat16, "cpu", _whole),
         (256, 384, torch.float16, "cpu", _whole),

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
 
 @dataclass(frozen=True)
 class Clock:
@@ -97,12 +99,14 @@ def z_of(y: Tensor, d: Tensor, beta: Tensor) -> Tensor:
     return torch.addcmul(y, d, beta.to(y.dtype))
 
 
-def advance_(y: Tensor, d: Tensor, dz: Tensor, c: Tensor, beta: Tensor, beta_next: Tensor) -> None:
-    """z' = z + dz, x' = (1 − c) x + c z', y' = (1 − β') z' + β' x', written on y and d in place.
+def advance_(y: Tensors, d: Tensors, dz: Tensors, c: Tensor, beta: Tensor, beta_next: Tensor) -> None:
+    """z' = z + dz, x' = (1 − c) x + c z', y' = (1 − β') z' + β' x' of B tensors, written on y and d in place.
 
     With k = 1 − β'(1 − c): y' = y + (β − β'(1 − c)) d + k dz and d' = (1 − c)(d + dz), all increments, so that y does
-    not lose digits to x and z. c, β and β' are 0-dim.
+    not lose digits to x and z. c, β and β' are vectors [B].
     """
-    keep = beta_next * (1 - c)
-    y.addcmul_(d, (beta - keep).to(y.dtype)).addcmul_(dz, (1 - keep).to(y.dtype))
-    d.add_(dz).mul_((1 - c).to(d.dtype))
+    keep, dtype = beta_next * (1 - c), y[0].dtype
+    torch._foreach_addcmul_(y, d, (beta - keep).to(dtype).unbind())
+    torch._foreach_addcmul_(y, dz, (1 - keep).to(dtype).unbind())
+    torch._foreach_add_(d, dz)
+    torch._foreach_mul_(d, (1 - c).to(dtype).unbind())

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .averaging import Tensors
 from .layout import Layout
 from .polar import at_once, polar, svd_polar, unit_norm
 
@@ -51,7 +52,7 @@ class Batch:
     parts, `parts` knows the rest.
     """
 
-    grads: Sequence[Tensor]
+    grads: list[Tensor]
     states: Sequence[dict[str, Tensor]]
     layouts: Sequence[Layout]
     options: Options
@@ -67,19 +68,20 @@ class Batch:
         take = (1 - decay) * self.ok
         return (1 - take).to(dtype), take.to(dtype)
 
-    def ema_(self, name: str, values: Sequence[Tensor], decay: float | Tensor) -> list[Tensor]:
+    def ema_(self, name: str, values: Tensors, decay: float | Tensor) -> list[Tensor]:
         """m ← decay·m + (1 − decay)·value for the buffer of that name; returned in the values' precision.
 
         A buffer narrower than the values is rounded, and what is stored is what is returned.
         """
-        a, b = (w.expand(len(values)) for w in self.weights(decay, values[0].dtype))
+        _, take = self.weights(decay, values[0].dtype)
+        takes = take.expand(len(values)).unbind()
         out = []
-        for i, (state, value) in enumerate(zip(self.states, values, strict=True)):
+        for state, value, b in zip(self.states, values, takes, strict=True):
             buffer = state[name]
             if buffer.dtype == value.dtype:
-                out.append(buffer.mul_(a[i]).addcmul_(value, b[i]))
+                out.append(buffer.lerp_(value, b))
             else:
-                buffer.copy_(buffer.to(value.dtype).mul_(a[i]).addcmul_(value, b[i]))
+                buffer.copy_(buffer.to(value.dtype).lerp_(value, b))
                 out.append(buffer.to(value.dtype))
         return out
 
@@ -128,17 +130,14 @@ class Adam(Direction):
         beta1, beta2 = batch.options["betas"]
         eps = batch.options["eps"]
         correct = batch.options["bias_correction"] == "moment"
-        m = batch.ema_("momentum", batch.grads, beta1) if self.first_moment else batch.grads
-        v = batch.ema_("second_moment", [g.square() for g in batch.grads], beta2)
-        if not correct:
-            return [m_i / _positive(v_i.sqrt(), eps) for m_i, v_i in zip(m, v, strict=True)]
-        dtype = batch.grads[0].dtype
-        first = (1 - beta1**batch.t).to(dtype) if self.first_moment else torch.ones_like(batch.t, dtype=dtype)
-        second = (1 - beta2**batch.t).to(dtype)
-        return [
-            m_i / first[i] / _positive((v_i / second[i]).sqrt_(), eps)
-            for i, (m_i, v_i) in enumerate(zip(m, v, strict=True))
-        ]
+        m: Tensors = batch.ema_("momentum", batch.grads, beta1) if self.first_moment else batch.grads
+        v: Tensors = batch.ema_("second_moment", torch._foreach_mul(batch.grads, batch.grads), beta2)
+        if correct:
+            dtype = batch.grads[0].dtype
+            v = torch._foreach_div(v, (1 - beta2**batch.t).to(dtype).unbind())
+            if self.first_moment:
+                m = torch._foreach_div(m, (1 - beta1**batch.t).to(dtype).unbind())
+        return list(torch._foreach_div(m, [_positive(root, eps) for root in torch._foreach_sqrt(v)]))
 
 
 @dataclass(frozen=True)

@@ -94,11 +94,13 @@ Symmetric = tuple[Tensor, Tensor, Tensor]
 
 
 def iteration(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Iteration:
-    """The cheapest accurate way to iterate on m × n, m ≤ n: halves save products where those are the cost, as large
-    matrices on a CPU; the Gram matrix saves more from n = 1.5 m, and costs digits that float32 has to spare."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.float64) or m < 256:
+    """The cheapest accurate way to iterate on m × n, m ≤ n: on a CPU the Gram matrix saves products from n = 1.5 m or
+    2 m, and costs digits that float32 has to spare; halves save some of those of large matrices."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.float64) or m < 64:
         return _whole
-    return _on_gram if dtype == torch.float32 and 2 * n >= 3 * m else _in_halves
+    if m < 256:
+        return _on_gram if dtype == torch.float32 and n >= 2 * m else _whole
+    return _on_gram_in_halves if dtype == torch.float32 and 2 * n >= 3 * m else _in_halves
 
 
 def at_once(m: int, n: int, device: torch.device) -> int:
@@ -136,7 +138,19 @@ def _in_halves(X: Tensor, coefficients: Coefficients) -> Tensor:
 
 
 def _on_gram(X: Tensor, coefficients: Coefficients) -> Tensor:
-    """X ← Q X at the end alone: B = a + b R + c R², Q ← B Q and R ← B R B for the Gram matrix R = X Xᵀ.
+    """X ← Q X at the end alone: B = a + b R + c R², Q ← B Q and R ← B R B for the Gram matrix R = X Xᵀ."""
+    R, Q = X @ X.mT, None
+    for i, (a, b, c) in enumerate(coefficients.steps):
+        B = torch.baddbmm(R, R, R, beta=b, alpha=c)
+        B.diagonal(dim1=-2, dim2=-1).add_(a)
+        Q = B if Q is None else B @ Q
+        if i + 1 < len(coefficients.steps):
+            R = B @ R @ B
+    return X if Q is None else _times(Q, X)
+
+
+def _on_gram_in_halves(X: Tensor, coefficients: Coefficients) -> Tensor:
+    """The same, R without its fourth block.
 
     All of them commute, up to rounding. R may be taken as symmetric nevertheless, but not Q: that would let the
     rounding of each step grow with the largest value of Q, and X of nearly rank one is lost to it.
@@ -148,10 +162,12 @@ def _on_gram(X: Tensor, coefficients: Coefficients) -> Tensor:
         Q = _apply(B, Q) if Q else (torch.cat([B[0], B[1].mT], dim=-1), torch.cat([B[1], B[2]], dim=-1))
         if i + 1 < len(coefficients.steps):
             R = _product(_product(B, R), B)
-    if Q is None:
-        return X
-    whole = torch.cat(Q, dim=-2)
-    return whole @ X if X.is_contiguous() else (X.mT @ whole.mT).mT  # as X lies in memory
+    return X if Q is None else _times(torch.cat(Q, dim=-2), X)
+
+
+def _times(Q: Tensor, X: Tensor) -> Tensor:
+    """Q X, as X lies in memory."""
+    return Q @ X if X.is_contiguous() else (X.mT @ Q.mT).mT
 
 
 def _split(X: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from .. import routing
 from ..core import averaging
+from ..core.averaging import Tensors
 from ..core.direction import Batch, Parts
 from ..core.layout import Layout
 from ..core.polar import project
@@ -391,13 +392,9 @@ class AnytimeOptimizer(Resumable):
             grads = [placed_as(p, grad) for p, grad in zip(params, grads, strict=True)]
             params = [local(p) for p in params]
             states = [{name: local(value) for name, value in state.items()} for state in states]
-        direction = RULES[group["rule"]]
         precise = compute_dtype(params[0])
         t = torch.stack([state["step"] for state in states]) + 1
         eta, weighs, decay = self.rates(group, t, states)
-        # A gradient of a skipped step must not reach the buffers even times zero.
-        grads = [torch.where(ok > 0, grad.to(precise), 0.0) for grad in grads]
-        U = direction(Batch(grads, states, layouts, group, t, ok, parts))
         if self.averages:
             clock = averaging.tick(
                 t,
@@ -415,21 +412,29 @@ class AnytimeOptimizer(Resumable):
             eta = clock.eta
         else:
             eta = eta * ok
-        inside: Sequence[Tensor | None] = [None] * len(U)
-        if group.get("projection") is not None:
-            at = [self._y_and_z(p, state) for p, state in zip(params, states, strict=True)]
-            moved = [
-                z + fast_step(y, z, u, eta[i], decay[i], group) for i, ((y, z), u) in enumerate(zip(at, U, strict=True))
-            ]
-            inside = confined(moved, layouts, parts, group)
-        for i, (p, state, u) in enumerate(zip(params, states, U, strict=True)):
-            y, z = self._y_and_z(p, state)
-            dz = fast_step(y, z, u, eta[i], decay[i], group, inside[i])
+
+        def direction(some: slice) -> list[Tensor]:
+            taken = where_ok([grad.to(precise) for grad in grads[some]], ok)
+            return RULES[group["rule"]](Batch(taken, states[some], layouts[some], group, t[some], ok, parts))
+
+        whole = slice(None)
+        U = [] if group["rule"] in ELEMENTWISE else direction(whole)
+        confines = group.get("projection") is not None
+        for some in [whole] if confines else chunks(params):
+            u = U[some] or direction(some)
+            y = [self._y(p, state) for p, state in zip(params[some], states[some], strict=True)]
+            d = [state["d"] for state in states[some]] if self.averages else []
+            z: Tensors = torch._foreach_addcmul(y, d, clock.beta[some].to(precise).unbind()) if self.averages else y
+            dz = fast_step(y, z, u, eta[some], decay[some], group)
+            if confines:
+                inside = confined(list(torch._foreach_add(z, dz)), layouts, parts, group)
+                dz = [torch.where(e > 0, new - old, 0) for e, new, old in zip(eta, inside, z, strict=True)]
             if self.averages:
-                averaging.advance_(y, state["d"], dz, clock.c[i], clock.beta[i], clock.beta_next[i])
-                write_(p, y, state)
+                averaging.advance_(y, d, dz, clock.c[some], clock.beta[some], clock.beta_next[some])
             else:
-                write_(p, y.add_(dz), state)
+                torch._foreach_add_(y, dz)
+            for p, new, state in zip(params[some], y, states[some], strict=True):
+                write_(p, new, state)
         if self.averages:
             torch._foreach_copy_([state["weight_sum"] for state in states], list(clock.weight_sum.unbind()))
             torch._foreach_copy_([state["beta"] for state in states], list(clock.beta_next.unbind()))
@@ -451,10 +456,6 @@ class AnytimeOptimizer(Resumable):
     def _y(p: Tensor, state: State) -> Tensor:
         """Y in the precision of the update: the parameter itself, or a new tensor where the parameter is narrower."""
         return p.detach() if "residual" not in state else p.to(state["residual"].dtype) + state["residual"]
-
-    def _y_and_z(self, p: Tensor, state: State) -> tuple[Tensor, Tensor]:
-        y = self._y(p, state)
-        return y, averaging.z_of(y, state["d"], state["beta"]) if self.averages else y
 
     @torch.no_grad()
     def iterates(self, p: Tensor) -> Iterates:
@@ -602,7 +603,7 @@ def all_finite(grads: list[Tensor]) -> Tensor:
     """Whether gradients of one device are all finite, there."""
     grads = [grad for grad in grads if grad.numel()] or [grads[0].new_zeros(1)]  # a part may be empty
     if grads[0].device.type == "cpu":  # its norm of infinite order is not vectorized
-        return torch.stack([torch.stack(torch.aminmax(g)).isfinite().all() for g in grads]).all()
+        return torch.stack([end for g in grads for end in torch.aminmax(g)]).isfinite().all()
     return torch.stack(list(torch._foreach_norm(grads, float("inf")))).isfinite().all()
 
 
@@ -649,18 +650,39 @@ def confined(Z: list[Tensor], layouts: list[Layout], parts: Parts | None, group:
     return inside(Z, layouts) if parts is None else parts.whole(inside, Z)
 
 
+def where_ok(grads: list[Tensor], ok: Tensor) -> list[Tensor]:
+    """Gradients, or zeros if the step does not count: bit by bit, for what is not finite must not reach the buffers
+    even times zero. (On a CPU torch.where takes six times as long.)"""
+    bits = {4: torch.int32, 8: torch.int64}[grads[0].element_size()]
+    mask = -ok.to(bits)
+    return [(grad.view(bits) & mask).view(grad.dtype) for grad in grads]
+
+
+def chunks(params: Sequence[Tensor], size: int = 1 << 18) -> Iterator[slice]:
+    """Parameters that follow each other, as many as stay in a cache while they are passed over."""
+    first, count = 0, 0
+    for i, p in enumerate(params):
+        if count and count + p.numel() > size:
+            yield slice(first, i)
+            first, count = i, 0
+        count += p.numel()
+    yield slice(first, len(params))
+
+
 def fast_step(
-    y: Tensor, z: Tensor, u: Tensor, eta: Tensor, decay: float | Tensor, group: Group, inside: Tensor | None = None
-) -> Tensor:
-    """z' − z = −η (U + λ z or y), or to `inside`, where that is confined to. Cautious decay spares what U enlarges."""
-    if inside is not None:
-        return torch.where(eta > 0, inside - z, 0)
+    y: Tensors, z: Tensors, U: Tensors, eta: Tensor, decay: Sequence[float] | Tensor, group: Group
+) -> Tensors:
+    """z' − z = −η (U + λ z or y). Cautious decay spares what U enlarges."""
+    dtype = y[0].dtype
     if group["weight_decay"] and group.get("decay_at", "z") is not None:
         at = y if group.get("decay_at") == "y" else z
         if group.get("cautious"):
-            at = at.masked_fill(averaging.opposed(u, at), 0)
-        u = torch.addcmul(u, at, decay.to(u.dtype)) if isinstance(decay, Tensor) else torch.add(u, at, alpha=decay)
-    return u * -eta.to(u.dtype)
+            at = [a.masked_fill(averaging.opposed(u, a), 0) for u, a in zip(U, at, strict=True)]
+        if isinstance(decay, Tensor):
+            U = torch._foreach_addcmul(U, at, decay.to(dtype).unbind())
+        else:
+            U = torch._foreach_add(U, at, alpha=decay[0])
+    return torch._foreach_mul(U, (-eta).to(dtype).unbind())
 
 
 def write_(p: Tensor, y: Tensor, state: State) -> None:
