@@ -78,7 +78,7 @@ def test_a_task_is_one_run_against_a_schedule_for_each_horizon_and_rate(name):
     assert ours.config.optimizer.averaging_power == 3.0
     at = [scheduled(task, o, task.horizons[0], 0).config.optimizer for o in OCTAVES]
     assert [o.lr / task.rate for o in at] == pytest.approx([0.25, 0.5, 1, 2, 4])
-    assert {(o.name, o.schedule, o.momentum, o.horizon) for o in at} == {("NorMuon", "cosine", 0.9, steps[0])}
+    assert {(o.name, o.schedule, o.momentum, o.horizon) for o in at} == {("NorMuon", "linear", 0.9, steps[0])}
     assert papers(task, 0).config.optimizer.betas == (0.9, 0.95)
     assert papers(task, 0).config.optimizer.averaging_power is None  # nor anything else of a preset's
 

@@ -32,8 +32,9 @@ from .vision import Images
 
 PAPERS = "SF-NorMuon, the paper's"
 SCHEDULED = "NorMuon"
-#: Of the schedule, and in half octaves of the study's rate, its rates: a quarter, a half, once, twice, four times.
-SCHEDULE = {"schedule": "cosine", "momentum": 0.9, "weight_decay": 0.1}
+#: Of the schedule, what the study 2M found at 2×; and in half octaves of the study's rate, its rates: a quarter, a
+#: half, once, twice, four times.
+SCHEDULE = {"schedule": "linear", "momentum": 0.9, "weight_decay": 0.1, "adam_weight_decay": 0.0}
 OCTAVES = (-4, -2, 0, 2, 4)
 #: Where a run is looked at, in parts of its horizon; where a text that changes half way is.
 HORIZONS = (0.25, 0.5, 1.0)
