@@ -357,8 +357,12 @@ def test_the_spread_of_rows():
         assert probe.read()["layers"]["0.weight"]["row_spread"] == pytest.approx(0.5, rel=1e-9)
 
 
-def test_without_decay_at_z_nothing_is_predicted():
-    for options in ({"weight_decay": 0.0}, {"weight_decay": 0.3, "decay_at": "y"}):
+def test_without_decay_of_all_of_z_nothing_is_predicted():
+    for options in (
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.3, "decay_at": "y"},
+        {"weight_decay": 0.3, "cautious": True},
+    ):
         model, optimizer = make("SFNorMuon", **options)
         assert "predicted" not in details(optimizer, model, 0)
 

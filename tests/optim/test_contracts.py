@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import math
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anytime
+from anytime.optim import base, moves
 
 #: Name in anytime to settings under which a few steps visibly move small weights.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -1051,6 +1053,25 @@ def test_a_projection_holds_for_matrices_alone(ball: str) -> None:
         norm = torch.linalg.matrix_norm(optimizer.iterates(p).z, "fro" if ball == "frobenius" else 2)
         assert norm <= 0.5 + 1e-5
     assert model[1].weight.norm() > 1
+
+
+@every
+def test_a_step_does_not_depend_on_how_many_tensors_are_taken_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where their clocks differ, as after a step in which some had no gradient."""
+    found = []
+    for size in (1, 20, 1 << 18):
+        monkeypatch.setattr(base, "chunks", functools.partial(moves.chunks, size=size))
+        params = everywhere()
+        optimizer = make(name, params)
+        for seed in range(4):
+            feed(params, seed)
+            if seed < 2:
+                params[seed].grad = params[4].grad = None
+            step(optimizer)
+        found.append([torch.cat([p.detach().flatten(), optimizer.iterates(p).x.flatten()]) for p in params])
+    assert all(torch.equal(a, b) for other in found[:2] for a, b in zip(other, found[2], strict=True))
 
 
 # --------------------------------------------------- no host read-back, no recompile

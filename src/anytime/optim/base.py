@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from .. import routing
 from ..core import averaging
 from ..core.averaging import Tensors
-from ..core.direction import Batch, Parts
+from ..core.direction import Batch
 from ..core.layout import Layout
-from ..core.polar import project
 from ..distributed.parts import is_sharded, local, part_like, zeros
 from ..distributed.team import Team, refuse_flat, reshard
 from . import fused
 from .files import ABOUT, Resumable, fingerprint
 from .groups import Group, Place, Router, Ruled, places, unique_names
+from .moves import all_finite, chunks, compute_dtype, confined, fast_step, placed_as, where_ok, write_
 from .options import validate
 from .rules import ELEMENTWISE, RULES
 
@@ -599,19 +599,6 @@ class AnytimeOptimizer(Resumable):
         self._skipped = {device: torch.tensor(skipped_steps, dtype=averaging.scalar_dtype(device), device=device)}
 
 
-def all_finite(grads: list[Tensor]) -> Tensor:
-    """Whether gradients of one device are all finite, there."""
-    grads = [grad for grad in grads if grad.numel()] or [grads[0].new_zeros(1)]  # a part may be empty
-    if grads[0].device.type == "cpu":  # its norm of infinite order is not vectorized
-        return torch.stack([end for g in grads for end in torch.aminmax(g)]).isfinite().all()
-    return torch.stack(list(torch._foreach_norm(grads, float("inf")))).isfinite().all()
-
-
-def compute_dtype(p: Tensor) -> torch.dtype:
-    """The precision of an update: the parameter's, float32 at least."""
-    return torch.promote_types(p.dtype, torch.float32)
-
-
 def as_loss(loss: Any, owner: str) -> Tensor:
     """What a closure returned, 0-dim."""
     if loss is None:
@@ -627,66 +614,3 @@ def as_loss(loss: Any, owner: str) -> Tensor:
 
 def averaging_beta(group: Group) -> float:
     return float(group["beta"] if "beta" in group else group["betas"][0])
-
-
-def placed_as(p: Tensor, grad: Tensor) -> Tensor:
-    """The part of a sharded parameter's gradient that belongs to the part held here."""
-    if grad.placements != p.placements:  # type: ignore[attr-defined]
-        grad = grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
-    return local(grad)
-
-
-def confined(Z: list[Tensor], layouts: list[Layout], parts: Parts | None, group: Group) -> list[Tensor]:
-    """Each matrix of Z in the ball that the group asks for."""
-
-    def inside(tensors: list[Tensor], layouts: list[Layout]) -> list[Tensor]:
-        return [
-            layout.join(
-                [project(piece, group["projection"], group["radius"]) for piece in layout.pieces(tensor)], tensor.shape
-            )
-            for tensor, layout in zip(tensors, layouts, strict=True)
-        ]
-
-    return inside(Z, layouts) if parts is None else parts.whole(inside, Z)
-
-
-def where_ok(grads: list[Tensor], ok: Tensor) -> list[Tensor]:
-    """Gradients, or zeros if the step does not count: bit by bit, for what is not finite must not reach the buffers
-    even times zero. (On a CPU torch.where takes six times as long.)"""
-    bits = {4: torch.int32, 8: torch.int64}[grads[0].element_size()]
-    mask = -ok.to(bits)
-    return [(grad.view(bits) & mask).view(grad.dtype) for grad in grads]
-
-
-def chunks(params: Sequence[Tensor], size: int = 1 << 18) -> Iterator[slice]:
-    """Parameters that follow each other, as many as stay in a cache while they are passed over."""
-    first, count = 0, 0
-    for i, p in enumerate(params):
-        if count and count + p.numel() > size:
-            yield slice(first, i)
-            first, count = i, 0
-        count += p.numel()
-    yield slice(first, len(params))
-
-
-def fast_step(
-    y: Tensors, z: Tensors, U: Tensors, eta: Tensor, decay: Sequence[float] | Tensor, group: Group
-) -> Tensors:
-    """z' − z = −η (U + λ z or y). Cautious decay spares what U enlarges."""
-    dtype = y[0].dtype
-    if group["weight_decay"] and group.get("decay_at", "z") is not None:
-        at = y if group.get("decay_at") == "y" else z
-        if group.get("cautious"):
-            at = [a.masked_fill(averaging.opposed(u, a), 0) for u, a in zip(U, at, strict=True)]
-        if isinstance(decay, Tensor):
-            U = torch._foreach_addcmul(U, at, decay.to(dtype).unbind())
-        else:
-            U = torch._foreach_add(U, at, alpha=decay[0])
-    return torch._foreach_mul(U, (-eta).to(dtype).unbind())
-
-
-def write_(p: Tensor, y: Tensor, state: State) -> None:
-    """p ← y where p is narrower, so that y is a tensor of its own; what rounding takes away goes to the residual."""
-    if "residual" in state:
-        p.copy_(y)
-        state["residual"].copy_(y.sub_(p.to(y.dtype)))
