@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anytime.core.averaging import Clock, advance_, growing_beta, scalar_dtype, tick, warmed_up, x_of, z_of
+from anytime.core.averaging import Clock, advance_, growing, scalar_dtype, tick, warmed_up, x_of, z_of
 
 F64 = torch.float64
 quick = settings(max_examples=200, deadline=None)
@@ -75,7 +75,7 @@ def test_advance_keeps_the_dtype():
 @pytest.mark.parametrize(("beta", "power", "start"), [(0.4, 0.4, 60), (0.0, 1.0, 2), (0.9, 0.3, 200)])
 def test_growing_beta(beta, power, start):
     t = torch.arange(1, 1001, dtype=F64)
-    found = growing_beta(t, beta, power, start)
+    found = growing(t, beta, power, start)
     for i, value in enumerate(found.tolist()):
         step = i + 1
         expected = beta if step <= start else 1 - ((start - 1) / (step - 1)) ** power * (1 - beta)
@@ -86,13 +86,13 @@ def test_growing_beta(beta, power, start):
 
 
 def test_growing_beta_by_numbers():
-    assert float(growing_beta(scalar(5.0), 0.5, 1.0, 3)) == 0.75
-    assert float(growing_beta(scalar(9.0), 0.5, 1.0, 3)) == 0.875
-    assert float(growing_beta(scalar(9.0), 0.5, 0.5, 3)) == 0.75
+    assert float(growing(scalar(5.0), 0.5, 1.0, 3)) == 0.75
+    assert float(growing(scalar(9.0), 0.5, 1.0, 3)) == 0.875
+    assert float(growing(scalar(9.0), 0.5, 0.5, 3)) == 0.75
 
 
 def test_beta_is_constant_at_power_zero():
-    assert growing_beta(torch.tensor([1.0, 1e6], dtype=F64), 0.9, 0.0, 200).tolist() == [0.9, 0.9]
+    assert growing(torch.tensor([1.0, 1e6], dtype=F64), 0.9, 0.0, 200).tolist() == [0.9, 0.9]
 
 
 def test_warmup():
@@ -151,7 +151,7 @@ def test_weights_of_the_average(warmup, r):
 def test_beta_that_formed_y_goes_on():
     clocks = ticks([0.1] * 12)
     for t, clock in enumerate(clocks, start=1):
-        assert float(clock.beta_next) == float(growing_beta(scalar(t + 1.0), 0.4, 0.4, 5))
+        assert float(clock.beta_next) == float(growing(scalar(t + 1.0), 0.4, 0.4, 5))
     assert all(torch.equal(a.beta_next, b.beta) for a, b in itertools.pairwise(clocks))
 
 

@@ -327,6 +327,8 @@ def group_settings(draw):
         "correct_moment": draw(st.booleans()),
         "first_moment": draw(st.booleans()),
         "decay_fading": draw(st.sampled_from([0, 1, 3, 400])),
+        "momentum_growth": draw(st.sampled_from([0.0, 0.3, 1.5])),
+        "momentum_growth_start": draw(st.integers(2, 12)),
     }
 
 
@@ -388,12 +390,13 @@ def test_tick_is_the_clock_of_the_average(groups, steps, fresh, bad, averages):
             beta_growth=group["beta_growth"],
             beta_growth_start=group["beta_growth_start"],
         )
+        mu = averaging.growing(t, group["decay1"], group["momentum_growth"], group["momentum_growth_start"])
         moment, decay, fading = group["correct_moment"], group["weight_decay"], group["decay_fading"]
         expected = {
             "OK": fine,
             "ETA": clock.eta,
-            "A1": 1 - (1 - group["decay1"]) * fine,
-            "B1": (1 - group["decay1"]) * fine,
+            "A1": 1 - (1 - mu) * fine,
+            "B1": (1 - mu) * fine,
             "A2": 1 - (1 - group["decay2"]) * fine,
             "B2": (1 - group["decay2"]) * fine,
             "UNBIAS1": bias1 if moment and group["first_moment"] else torch.ones((), dtype=F64),
@@ -401,7 +404,7 @@ def test_tick_is_the_clock_of_the_average(groups, steps, fresh, bad, averages):
             "DECAY": averaging.faded(t, decay, fading) if fading else decay,
             "EPS": group["eps"],
             "RMS": group["update_rms"],
-            "MU": group["decay1"],
+            "MU": mu,
         }
         after = [x[i].cpu() for x in scalars]
         assert after[0].item() == steps[i] + (not bad)

@@ -37,7 +37,10 @@ CASES: dict[str, Case] = {
     "SFNorMuon": ("SFNorMuon", BASE),
     "late average": ("SFNorMuon", {**BASE, "averaging_power": 1.0, "averaging_warmup": 10}),
     "growing β": ("SFNorMuon", {**BASE, "beta_growth": 0.5, "beta_growth_start": 5}),
-    "nesterov, decay at y": ("SFNorMuon", {**BASE, "nesterov": True, "decay_at": "y"}),
+    "nesterov, decay at y": (
+        "SFNorMuon",
+        {**BASE, "nesterov": True, "momentum_growth": 0.5, "momentum_growth_start": 2, "decay_at": "y"},
+    ),
     "no decay": ("SFNorMuon", {**BASE, "decay_at": None}),
     "rows as they are": ("SFNorMuon", {**BASE, "row_norm": False}),
     "max-side": ("SFNorMuon", {**BASE, "scaling": "max-side"}),

@@ -189,6 +189,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "update_rms": ("SFMuon", {**SF, "update_rms": 0.7}),
     "average": ("SFNorMuon", {**SF, "averaging_power": 1.5, "averaging_warmup": 1}),
     "growth": ("SFNorMuon", {**SF, "beta_growth": 0.6, "beta_growth_start": 2, "betas": (0.5, 0.9)}),
+    "growing momentum": ("SFNorMuon", {**SF, "momentum_growth": 0.7, "momentum_growth_start": 2}),
+    "growing momentum, nesterov": (
+        "SFMuon",
+        {**SF, "momentum_growth": 2.0, "momentum_growth_start": 3, "nesterov": True},
+    ),
+    "growing momentum, scheduled": ("NorMuon", {"lr": 0.05, "momentum_growth": 0.4, "momentum_growth_start": 2}),
     "fading": ("SFNorMuon", {**SF, "weight_decay": 4.0, "decay_fading": 2}),
     "cautious": ("SFNorMuon", {**SF, "weight_decay": 4.0, "cautious": True}),
     "cautious at y": ("SFMuon", {**SF, "weight_decay": 4.0, "cautious": True, "decay_at": "y"}),

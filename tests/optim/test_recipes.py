@@ -13,7 +13,7 @@ import anytime
 from anytime.optim.sf_spectral import RECIPES
 
 PAPER = {"betas": (0.9, 0.95), "momentum": 0.8, "weight_decay": 0.05, "averaging_power": 0.0, "beta_growth": 0.0}
-PAPER |= {"decay_fading": 0, "averaging_warmup": 0}
+PAPER |= {"decay_fading": 0, "averaging_warmup": 0, "momentum_growth": 0.0, "nesterov": False}
 
 
 def groups(**options):
@@ -35,6 +35,7 @@ def test_without_a_word_it_is_the_papers():
 def test_the_anytime_recipe_follows_from_rate_and_warmup(lr, warmup):
     start = max(warmup, 100)
     wanted = {"betas": (0.4, 0.95), "momentum": 0.8, "averaging_power": 3.0, "beta_growth": 0.4}
+    wanted |= {"momentum_growth": 0.3, "momentum_growth_start": start, "nesterov": True}
     wanted |= {"beta_growth_start": start, "decay_fading": start, "averaging_warmup": 0}
     matrix, rest = groups(recipe="anytime", lr=lr, warmup_steps=warmup)
     assert {key: matrix[key] for key in wanted} == wanted
@@ -49,7 +50,8 @@ def test_the_anytime_recipe_follows_from_rate_and_warmup(lr, warmup):
 @pytest.mark.parametrize(
     ("key", "value"),
     [("betas", (0.9, 0.95)), ("momentum", 0.7), ("weight_decay", 0.05), ("weight_decay", 0.0), ("averaging_power", 0.0),
-     ("beta_growth", 0.0), ("beta_growth_start", 7), ("decay_fading", 0), ("averaging_warmup", 9)],
+     ("momentum_growth", 0.0), ("momentum_growth_start", 7), ("nesterov", False), ("beta_growth", 0.0),
+     ("beta_growth_start", 7), ("decay_fading", 0), ("averaging_warmup", 9)],
 )  # fmt: skip
 def test_what_is_given_is_kept(key, value):
     """Even where it is what the other recipe would have filled in."""

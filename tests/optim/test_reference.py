@@ -159,7 +159,7 @@ def check_spectral(
     warm: int,
     momentum: float,
     polar: str = "newton-schulz",
-    cautious: bool = False,
+    **more: Any,
 ) -> None:
     common = {"lr": 0.02, "weight_decay": 0.1, "warmup_steps": 50}
     average, b = averaging(beta, r, warm), BETAS[beta]["beta"]
@@ -167,7 +167,7 @@ def check_spectral(
 
     def build(params: list[tuple[str, torch.nn.Parameter]]) -> anytime.AnytimeOptimizer:
         shared = {**common, **average, "momentum": momentum, "decay_at": decay_at, "polar": polar, "polar_dtype": dtype}
-        shared["cautious"] = cautious
+        shared |= more
         if row_norm:
             return anytime.SFNorMuon(params, betas=(b, 0.9), **shared)
         return anytime.SFMuon(params, beta=b, **shared)
@@ -176,7 +176,7 @@ def check_spectral(
         if name not in MATRICES:
             return rest(w)
         own = {"polar": POLARS[polar], "momentum": momentum, "beta2": 0.9, "row_norm": row_norm, "decay_at": decay_at}
-        return ReferenceSFNorMuon(w, beta=b, cautious=cautious, **own, **common, **average)
+        return ReferenceSFNorMuon(w, beta=b, **own, **common, **average, **more)
 
     tolerance = 3e-5 if dtype == torch.float32 and momentum == 0 else None
     compare(build, reference, names, dtype, tolerance=tolerance)
@@ -206,6 +206,13 @@ def test_spectral_pairs(row_norm, decay_at, beta, r, momentum, dtype):
 def test_cautious_decay(decay_at):
     options = {"decay_at": decay_at, "beta": "growing", "r": 3.0, "warm": 0, "momentum": 0.8, "cautious": True}
     check_spectral(True, torch.float64, TWO, **options)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("row_norm", "dtype"), [(True, torch.float32), (False, torch.float64)])
+def test_growing_momentum(row_norm, dtype, nesterov):
+    options = {"decay_at": "z", "beta": "growing", "r": 3.0, "warm": 0, "momentum": 0.5, "nesterov": nesterov}
+    check_spectral(row_norm, dtype, TWO, **options, momentum_growth=0.6, momentum_growth_start=20)
 
 
 @pytest.mark.slow

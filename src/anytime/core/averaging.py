@@ -35,10 +35,10 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def growing_beta(t: Tensor, beta: float | Tensor, power: float, start: int) -> Tensor:
-    """β_t: `beta` up to step `start`, then 1 − ((start − 1)/(t − 1))^power (1 − beta); constant at power 0.
+def growing(t: Tensor, beta: float | Tensor, power: float, start: int) -> Tensor:
+    """β_t, or μ_t: `beta` up to step `start`, then 1 − ((start − 1)/(t − 1))^power (1 − beta); constant at power 0.
 
-    The rule of AMUSE (arXiv 2605.22432).
+    For β the rule of AMUSE (arXiv 2605.22432).
     """
     if power == 0:
         return torch.zeros_like(t) + beta
@@ -81,7 +81,7 @@ def tick(
     w = torch.where(averages, (eta if weighs is None else weighs).square() * t**averaging_power, 0) * ok
     weight_sum = weight_sum + w
     c = torch.where(averages & (weight_sum > 0), w / torch.where(weight_sum > 0, weight_sum, 1), 1)
-    beta_next = growing_beta(t + 1, beta_start, beta_growth, beta_growth_start)
+    beta_next = growing(t + 1, beta_start, beta_growth, beta_growth_start)
     return Clock(
         weight_sum=weight_sum,
         eta=eta * ok,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .averaging import Tensors
+from .averaging import Tensors, growing
 from .layout import Layout
 from .polar import at_once, polar, svd_polar, unit_norm
 
@@ -144,10 +144,10 @@ class Adam(Direction):
 class Spectral(Direction):
     """U from the polar factor of the momentum: NorMuon's rows, Muon, or the bare factor.
 
-    Options: momentum, nesterov, polar, polar_dtype; row_norm with beta2 (or betas[1]) and eps; `scaling`, the factor's
-    multiplier: "rms" makes the update's root mean square `update_rms` exactly, "max-side" multiplies by
-    update_rms·√max(m, n), "aspect" by √max(1, m/n), None by nothing. `first_gradient` starts the momentum at G_1
-    instead of zero.
+    Options: momentum and its growth, nesterov, polar, polar_dtype; row_norm with beta2 (or betas[1]) and eps;
+    `scaling`, the factor's multiplier: "rms" makes the update's root mean square `update_rms` exactly, "max-side"
+    multiplies by update_rms·√max(m, n), "aspect" by √max(1, m/n), None by nothing. `first_gradient` starts the
+    momentum at G_1 instead of zero.
     """
 
     first_gradient: bool = False
@@ -158,12 +158,13 @@ class Spectral(Direction):
 
     def __call__(self, batch: Batch) -> list[Tensor]:
         options = batch.options
-        mu: float | Tensor = options["momentum"]
-        if self.first_gradient:
-            mu = (batch.t > 1).to(batch.t.dtype) * mu
-        M = batch.ema_("momentum", batch.grads, mu)
+        mu = growing(
+            batch.t, options["momentum"], options.get("momentum_growth", 0.0), options.get("momentum_growth_start", 2)
+        )
+        M = batch.ema_("momentum", batch.grads, (batch.t > 1) * mu if self.first_gradient else mu)
         if options["nesterov"]:
-            M = [torch.lerp(g, m, options["momentum"]) for g, m in zip(batch.grads, M, strict=True)]
+            each = mu.to(M[0].dtype).unbind()
+            M = [torch.lerp(g, m, weight) for g, m, weight in zip(batch.grads, M, each, strict=True)]
         if batch.parts is not None:
             return _normalize_parts(batch.parts.whole(partial(_stacked, self._factor(options)), M), batch, batch.parts)
         if not options["row_norm"]:

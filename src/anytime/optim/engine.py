@@ -427,6 +427,8 @@ def _numbers(group: Group, lr: float) -> tuple[float, ...]:
         correction == "moment",
         getattr(direction, "first_moment", False),
         group.get("decay_fading", 0),
+        group.get("momentum_growth", 0),
+        group.get("momentum_growth_start", 2),
     )
 
 

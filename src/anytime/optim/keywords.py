@@ -53,9 +53,11 @@ class Adam(TypedDict, total=False):
 
 
 class Spectral(TypedDict, total=False):
-    """The polar factor of an optimizer of matrices and what it is taken of."""
+    """The polar factor of an optimizer of matrices and what it is taken of; μ_t grows as β_t does."""
 
     nesterov: bool
+    momentum_growth: float
+    momentum_growth_start: int
     momentum_dtype: torch.dtype | None
     scaling: str | None
     update_rms: float
@@ -104,6 +106,8 @@ ADAM: dict[str, Any] = {
 }
 SPECTRAL: dict[str, Any] = {
     "nesterov": False,
+    "momentum_growth": 0.0,
+    "momentum_growth_start": 200,
     "momentum_dtype": None,
     "scaling": "rms",
     "update_rms": 0.2,

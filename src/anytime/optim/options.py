@@ -56,6 +56,8 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "betas": (_pair(_between(0, 1)), "two numbers in [0, 1)"),
     "beta2": (_between(0, 1), "in [0, 1)"),
     "momentum": (_between(0, 1), "in [0, 1)"),
+    "momentum_growth": (_between(0, math.inf), "an exponent in [0, ∞), 0 for a constant μ"),
+    "momentum_growth_start": (_whole(2), "a whole number in [2, ∞)"),
     "nesterov": (_one_of(True, False), "True or False"),
     "eps": (_between(0, math.inf), "in [0, ∞)"),
     "weight_decay": (_between(0, math.inf), "in [0, ∞)"),

@@ -15,6 +15,11 @@ import torch
 from torch import Tensor
 
 
+def grown(beta: float, t: int, power: float, start: int) -> float:
+    """β_t of a β that grows from step `start` on."""
+    return beta if power == 0 or t <= start else 1 - ((start - 1) / (t - 1)) ** power * (1 - beta)
+
+
 class Reference(ABC):
     """A schedule-free method on one tensor: `y` is where the next gradient is to be taken, `x` what to use."""
 
@@ -53,11 +58,7 @@ class Reference(ABC):
 
     def beta_at(self, t: int) -> float:
         """β_t, which forms Y_t."""
-        T0 = self.beta_growth_start
-        if self.beta_growth == 0 or t <= T0:
-            return self.beta
-        shrink: float = ((T0 - 1) / (t - 1)) ** self.beta_growth
-        return 1 - shrink * (1 - self.beta)
+        return grown(self.beta, t, self.beta_growth, self.beta_growth_start)
 
     def decay(self) -> float:
         """λ_t."""
@@ -133,17 +134,26 @@ class ReferenceSFNorMuon(Reference):
         beta2: float = 0.95,
         eps: float = 1e-8,
         row_norm: bool = True,
+        nesterov: bool = False,
+        momentum_growth: float = 0.0,
+        momentum_growth_start: int = 200,
         **kw: Any,
     ) -> None:
         super().__init__(w, **kw)
         self.polar, self.momentum, self.beta2, self.eps, self.row_norm = polar, momentum, beta2, eps, row_norm
+        self.nesterov, self.momentum_growth, self.momentum_growth_start = (
+            nesterov,
+            momentum_growth,
+            momentum_growth_start,
+        )
         self.M = torch.zeros_like(w)
         self.v = torch.zeros_like(w[:, :1])
 
     def direction(self, G: Tensor) -> Tensor:
         m, n = G.shape
-        self.M = self.momentum * self.M + (1 - self.momentum) * G
-        P = self.polar(self.M)
+        mu = grown(self.momentum, self.t, self.momentum_growth, self.momentum_growth_start)
+        self.M = mu * self.M + (1 - mu) * G
+        P = self.polar(mu * self.M + (1 - mu) * G if self.nesterov else self.M)
         if self.row_norm:
             self.v = self.beta2 * self.v + (1 - self.beta2) * (P * P).mean(dim=1, keepdim=True)
             P = P / (torch.sqrt(self.v) + self.eps)

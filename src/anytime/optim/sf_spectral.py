@@ -40,15 +40,18 @@ def paper_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
 def anytime_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
     """Every time scale grows with the step t, so that no horizon is preferred: docs/frontier.md.
 
-    With S = max(warmup_steps, 100): β_t = 1 − 0.6 ((S − 1)/(t − 1))^0.4 after step S, weights η² t³, and a decay of
-    η λ_t = 2 / (S + t), that is λ = 2 / (lr S), whatever the rate. But λ is ½ at most: low rates are for weights that
-    are good already, as in fine-tuning, which must not fade. A rate changed later changes the decay. What is not a
-    hidden matrix does not decay.
+    With S = max(warmup_steps, 100), after step S: β_t = 1 − 0.6 ((S − 1)/(t − 1))^0.4, and the momentum, Nesterov's,
+    μ_t = 1 − 0.2 ((S − 1)/(t − 1))^0.3. Weights are η² t³, and the decay is η λ_t = 2 / (S + t), so λ = 2 / (lr S),
+    whatever the rate. But λ is ½ at most: low rates are for weights that are good already, as in fine-tuning, which
+    must not fade. A rate changed later changes the decay. What is not a hidden matrix does not decay.
     """
     start = max(warmup_steps, 100)
     return {
         "betas": (0.4, 0.95),
         "momentum": 0.8,
+        "momentum_growth": 0.3,
+        "momentum_growth_start": start,
+        "nesterov": True,
         "weight_decay": 2 / max(4, float(lr) * start),
         "adam_weight_decay": 0.0,
         "averaging_power": 3.0,
@@ -85,6 +88,7 @@ class SFNorMuon(ScheduleFreeSpectral):
         polar_dtype: the precision of the polar factor; None is float16 on CUDA, the parameter's own elsewhere.
         averaging_power, averaging_warmup: r, and for how many steps X stays at Z.
         beta_growth, beta_growth_start: β_t = 1 − ((T0 − 1)/(t − 1))^growth (1 − β) after step T0; 0 keeps β.
+        momentum_growth=0, momentum_growth_start: the same rule for μ.
         momentum_dtype=None: a narrower M. nesterov=False: the polar factor of (1 − μ) G + μ M instead of M.
         scaling="rms", update_rms=0.2: the 0.2 √(mn) / ‖P̂‖_F above; for others see Muon.
         adam_lr, adam_weight_decay, adam_betas, adam_eps, adam_decay_at="y": of the SF-AdamW part; by default lr and

@@ -41,8 +41,8 @@ class DataConfig:
 
 #: What a recipe fills in.
 FILLED = (
-    "betas", "momentum", "weight_decay", "adam_weight_decay", "averaging_power", "averaging_warmup", "beta_growth",
-    "beta_growth_start", "decay_fading",
+    "betas", "momentum", "momentum_growth", "momentum_growth_start", "nesterov", "weight_decay", "adam_weight_decay",
+    "averaging_power", "averaging_warmup", "beta_growth", "beta_growth_start", "decay_fading",
 )  # fmt: skip
 
 
@@ -68,6 +68,10 @@ class OptimizerConfig:
     beta2: float | None = None
     # μ of the momentum whose polar factor is taken.
     momentum: float | None = None
+    # With which power μ grows towards 1; 0 keeps it.
+    momentum_growth: float | None = None
+    # The step after which it grows.
+    momentum_growth_start: int | None = None
     # Added to the root of the second moment.
     eps: float | None = None
     # Where decay acts: at the fast iterate, at the point of the gradient, nowhere.

@@ -44,8 +44,10 @@ SETTINGS = (
     "correct_moment",  # 14
     "first_moment",  # 15
     "decay_fading",  # 16
+    "momentum_growth",  # 17
+    "momentum_growth_start",  # 18
 )
-WIDTH: tl.constexpr = tl.constexpr(17)
+WIDTH: tl.constexpr = tl.constexpr(19)
 
 # Columns of a parameter's coefficients in a step, float32; a row is as wide as the settings'.
 OK: tl.constexpr = tl.constexpr(0)
@@ -111,6 +113,13 @@ def _setting(settings, column: tl.constexpr):
 
 
 @triton.jit
+def _growing(t, constant, growth, start):
+    """averaging.growing; t is the step's number less one, like `start`."""
+    shrink = tl.exp(growth * tl.log(start / tl.maximum(t, start)))
+    return tl.where(growth > 0, 1.0 - shrink * (1.0 - constant), constant)
+
+
+@triton.jit
 def tick(table, settings, bad, ok, coefficients, count, AVERAGES: tl.constexpr, BLOCK: tl.constexpr):
     """averaging.tick, and every other scalar of the step, for all parameters; t, Σw and β advance here.
 
@@ -143,11 +152,7 @@ def tick(table, settings, bad, ok, coefficients, count, AVERAGES: tl.constexpr, 
         some = weight_sum > 0
         c = tl.where(averages & some, w / tl.where(some, weight_sum, 1.0), 1.0) * fine
         beta = tl.load(at_beta, mask=inside, other=0.0)
-        growth = _setting(group, 6)
-        start = _setting(group, 7) - 1.0
-        shrink = tl.exp(growth * tl.log(start / tl.maximum(t, start)))
-        constant = _setting(group, 5)
-        beta_next = tl.where(growth > 0, 1.0 - shrink * (1.0 - constant), constant)
+        beta_next = _growing(t, _setting(group, 5), _setting(group, 6), _setting(group, 7) - 1.0)
         beta_next = tl.where(fine > 0, beta_next, beta)
         tl.store(at_sum, weight_sum, mask=inside)
         tl.store(at_beta, beta_next, mask=inside)
@@ -157,10 +162,11 @@ def tick(table, settings, bad, ok, coefficients, count, AVERAGES: tl.constexpr, 
         tl.store(out + Y_FROM_D, (beta - keep).to(tl.float32), mask=inside)
         tl.store(out + Y_FROM_DZ, (1.0 - keep).to(tl.float32), mask=inside)
     moment = _setting(group, 14) > 0
+    mu = _growing(t - 1.0, decay1, _setting(group, 17), _setting(group, 18) - 1.0)
     tl.store(out + OK, fine.to(tl.float32) + tl.zeros((BLOCK,), tl.float32), mask=inside)
     tl.store(out + ETA, (eta * fine).to(tl.float32), mask=inside)
-    tl.store(out + A1, (1.0 - (1.0 - decay1) * fine).to(tl.float32), mask=inside)
-    tl.store(out + B1, ((1.0 - decay1) * fine).to(tl.float32), mask=inside)
+    tl.store(out + A1, (1.0 - (1.0 - mu) * fine).to(tl.float32), mask=inside)
+    tl.store(out + B1, ((1.0 - mu) * fine).to(tl.float32), mask=inside)
     tl.store(out + A2, (1.0 - (1.0 - decay2) * fine).to(tl.float32), mask=inside)
     tl.store(out + B2, ((1.0 - decay2) * fine).to(tl.float32), mask=inside)
     tl.store(out + UNBIAS1, tl.where(moment & (_setting(group, 15) > 0), bias1, 1.0).to(tl.float32), mask=inside)
@@ -170,7 +176,7 @@ def tick(table, settings, bad, ok, coefficients, count, AVERAGES: tl.constexpr, 
     tl.store(out + DECAY, decay.to(tl.float32), mask=inside)
     tl.store(out + EPS, _setting(group, 11).to(tl.float32), mask=inside)
     tl.store(out + RMS, _setting(group, 12).to(tl.float32), mask=inside)
-    tl.store(out + MU, decay1.to(tl.float32), mask=inside)
+    tl.store(out + MU, mu.to(tl.float32), mask=inside)
 
 
 @triton.jit
