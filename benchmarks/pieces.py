@@ -24,6 +24,7 @@ from anytime.experiments.frontier import frontier
 from anytime.experiments.grid import Grid
 from anytime.experiments.paper import paper
 from anytime.experiments.run import Run
+from anytime.train.build import ENDLESS
 
 
 def planned(study: Study, name: str, options: dict[str, Any], lr: float, horizon: float, seed: int) -> Run:
@@ -31,7 +32,7 @@ def planned(study: Study, name: str, options: dict[str, Any], lr: float, horizon
     last = study.steps(horizon)
     looks = {study.steps(2.0**i) for i in range(-1, 7) if 2.0**i <= horizon} | {last}
     chosen = {"lr": lr, "warmup_steps": study.warmup, **options}
-    if "schedule" in options:
+    if options.get("schedule", "constant") not in ENDLESS:
         looks, chosen = {last}, {**chosen, "horizon": last}
     settings = {
         **study.setup, "optimizer": chosen, "until": f"{last} steps", "eval_per_doubling": 0, "eval_at": sorted(looks),
