@@ -9,6 +9,7 @@ import torch
 
 from anytime import SFAdamW, SFNorMuon, bench
 from anytime.bench import Contestant, Listing, Rates
+from anytime.core.polar import COEFFICIENTS
 from anytime.optim.reference import ReferenceSFNorMuon
 from anytime.train.config import PRESETS
 from anytime.train.errors import UserError
@@ -55,6 +56,25 @@ def test_products_of_one_matrix():
     assert bench.polar_flops(4, 11) == pytest.approx((15 * 11 / 4 + 5) * 64)
 
 
+def test_products_of_four_steps():
+    """On the Gram matrix; from 512 rows on in one part, below in two."""
+    four = COEFFICIENTS["polar-express-4"]
+
+    def counted(n: int, k: int, *parts: int) -> float:
+        total = 0
+        for steps in parts:
+            total += n * n * k + 2 * n * n * k  # X Xᵀ by half, at last Q X
+            for step in range(steps):
+                total += n**3  # R²
+                total += 2 * n**3 * (step < steps - 1)  # R F, F R F
+                total += n**3 * (step > 0)  # Q F
+        return total
+
+    assert bench.polar_flops(512, 2048, four) == counted(512, 2048, 4)
+    assert bench.polar_flops(2044, 511, four) == counted(511, 2044, 2, 2)
+    assert bench.polar_flops(6, 10, four) == pytest.approx(bench.polar_flops(6, 10) * 4 / 5)
+
+
 @pytest.mark.parametrize(
     ("dtype", "matrix", "rest"), [(torch.float32, 32, 28), (torch.bfloat16, 34, 30), (torch.float16, 34, 30)]
 )
@@ -68,7 +88,7 @@ def test_the_floor_by_hand():
     rates = Rates(bandwidth=100.0, products=1000.0)
     found = bench.floor_seconds(matrices, rest, torch.float32, rates)
     assert found == pytest.approx((64 * 32 + 40 * 28) / 100 + (20 * 64 + 32 * 64) / 1000)
-    elementwise = bench.floor_seconds(matrices, rest, torch.float32, rates, spectral=False)
+    elementwise = bench.floor_seconds(matrices, rest, torch.float32, rates, None)
     assert elementwise == pytest.approx(104 * 28 / 100)
 
 
@@ -126,8 +146,9 @@ def test_the_listings_polar_factor_is_newton_schulz_in_bfloat16():
 
 def test_ours_come_first_and_graphs_only_on_cuda():
     here, there = bench.contestants(CPU), bench.contestants(torch.device("cuda"))
-    assert [c.name for c in here if c.ours] == ["SFNorMuon", "SFAdamW"]
-    assert [c.name for c in there if c.ours] == ["SFNorMuon, graph", "SFAdamW, graph", "SFNorMuon", "SFAdamW"]
+    assert [c.name for c in here if c.ours] == ["SFNorMuon", "SFNorMuon, four steps", "SFAdamW"]
+    with_graph = ["SFNorMuon, graph", "SFNorMuon, four steps, graph", "SFAdamW, graph"]
+    assert [c.name for c in there if c.ours] == [*with_graph, *(c.name for c in here if c.ours)]
     assert {c.name for c in here} < {c.name for c in there}
     for names in ([c.name for c in here], [c.name for c in there]):
         assert len({*names}) == len(names)
@@ -136,17 +157,19 @@ def test_ours_come_first_and_graphs_only_on_cuda():
 def test_the_graph_is_asked_for():
     weights = [("w", torch.nn.Parameter(torch.randn(4, 4)))]
     there = {c.name: c for c in bench.contestants(torch.device("cuda"))}
-    for name in ("SFNorMuon", "SFAdamW"):
+    for name, more in (
+        ("SFNorMuon", {}), ("SFAdamW", {}), ("SFNorMuon, four steps", {"polar": "polar-express-4"}),
+    ):  # fmt: skip
         asked: dict[str, object] = {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bench, name, lambda params, asked=asked, **options: asked.update(options))
+            patch.setattr(bench, name.split(",")[0], lambda params, asked=asked, **options: asked.update(options))
             there[f"{name}, graph"].make(weights)
-        assert asked == {"graph": True}
+        assert asked == {"graph": True, **more}
 
 
 def test_only_names_choose_whatever_their_spelling():
     among = bench.contestants(CPU)
-    assert [c.name for c in bench.chosen(among, ["sf-normuon"])[0]] == ["SFNorMuon"]
+    assert [c.name for c in bench.chosen(among, ["sf-normuon"])[0]] == ["SFNorMuon", "SFNorMuon, four steps"]
     assert [c.name for c in bench.chosen(among, ["torch-adamw", "LISTING"])[0]] == [
         "paper's listing",
         "torch AdamW, fused",

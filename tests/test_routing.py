@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import anytime
 from anytime.core.layout import Layout
+from anytime.core.polar import METHODS
 from anytime.optim.options import CHECKS
 
 MATRIX, REST = "normuon", "sf-adamw"
@@ -760,7 +761,7 @@ EXAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "cautious": ([True, False], FLAGS),
     "warmup_steps": ([0, 1, 2000], COUNTS),
     "row_norm": ([True, False], FLAGS),
-    "polar": (["newton-schulz", "polar-express", "quintic", "svd", "low-rank", some_callable], ["newton", None, 5, ""]),
+    "polar": ([*METHODS, some_callable], ["newton", None, 5, ""]),
     "polar_dtype": ([None, torch.float32, torch.bfloat16], ["float32", torch.int32, torch.complex64, float]),
     "momentum_dtype": ([None, torch.float32, torch.bfloat16], ["float32", torch.int32, torch.complex64, float]),
     "scaling": (["rms", "max-side", "aspect", None], ["RMS", 1, False]),

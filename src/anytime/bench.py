@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .core.polar import polar_flops
+from .core.polar import COEFFICIENTS, polar_flops
 from .optim.sf_elementwise import SFAdamW
 from .optim.sf_spectral import SFNorMuon
 from .train.config import Config, merged, nearest, preset
@@ -92,11 +92,14 @@ def moved_bytes(dtype: torch.dtype, *, matrix: bool) -> int:
     return 3 * size + 2 * 4 + 2 * 4 + (2 * 4 if size < 4 else 0) + (2 * 2 if matrix else 0)
 
 
-def floor_seconds(matrices: Shapes, rest: Shapes, dtype: torch.dtype, rates: Rates, *, spectral: bool = True) -> float:
-    """Of a step of SF-NorMuon; not spectral: of one that treats every parameter by its elements, as AdamW does."""
+def floor_seconds(
+    matrices: Shapes, rest: Shapes, dtype: torch.dtype, rates: Rates, polar: str | None = "newton-schulz"
+) -> float:
+    """Of a step of SF-NorMuon by a polar factor; by None: of one that treats every parameter by its elements."""
     numbers = [sum(map(math.prod, shapes.values())) for shapes in (matrices, rest)]
+    spectral = polar is not None
     moved = numbers[0] * moved_bytes(dtype, matrix=spectral) + numbers[1] * moved_bytes(dtype, matrix=False)
-    flops = sum(polar_flops(*shape) for shape in matrices.values()) if spectral else 0.0
+    flops = 0.0 if polar is None else sum(polar_flops(m, n, COEFFICIENTS[polar]) for m, n in matrices.values())
     return moved / rates.bandwidth + flops / rates.products
 
 
@@ -166,6 +169,7 @@ class Contestant:
     """An optimizer by name: `make` gets named parameters if it is ours, else bare ones.
 
     With `matrices_only`, another optimizer, torch's fused AdamW, takes the rest. `module` is what must be installed.
+    The floor that a spectral one is compared with is that of SF-NorMuon by the polar factor `polar`.
     """
 
     name: str
@@ -174,6 +178,7 @@ class Contestant:
     ours: bool = False
     spectral: bool = True
     matrices_only: bool = False
+    polar: str = "newton-schulz"
 
     @property
     def version(self) -> str | None:
@@ -212,8 +217,13 @@ def contestants(device: torch.device) -> list[Contestant]:
         wrap = importlib.import_module("dion.cuda_graph").CudaGraphOptimizer
         return wrap(module.NorMuon(params, use_triton=True), warmup_steps=3)
 
+    def in_four(*, graph: bool) -> Contestant:
+        name, four = f"SFNorMuon, four steps{', graph' * graph}", "polar-express-4"
+        return Contestant(name, lambda named: SFNorMuon(named, polar=four, graph=graph), ours=True, polar=four)
+
     graphs = [
         Contestant("SFNorMuon, graph", lambda named: SFNorMuon(named, graph=True), ours=True),
+        in_four(graph=True),
         Contestant("SFAdamW, graph", lambda named: SFAdamW(named, graph=True), ours=True, spectral=False),
     ]
     on_cuda = [
@@ -225,6 +235,7 @@ def contestants(device: torch.device) -> list[Contestant]:
     return [
         *(graphs if cuda else []),
         Contestant("SFNorMuon", SFNorMuon, ours=True),
+        in_four(graph=False),
         Contestant("SFAdamW", SFAdamW, ours=True, spectral=False),
         Contestant("paper's listing", listing, matrices_only=True),
         Contestant("torch AdamW, fused", _fused_adamw, spectral=False),
@@ -376,7 +387,7 @@ def measure(
             tell(f"{preset}, {part}: heat {heat + 1}: {'; '.join(c.name for c in group)}")
             for entry in _race(group, shapes, len(matrices), device, dtype, WARMUP[kind], steps, also):
                 c = entry.contestant
-                floor = floor_seconds(matrices, rest, dtype, rates, spectral=c.spectral)
+                floor = floor_seconds(matrices, rest, dtype, rates, c.polar if c.spectral else None)
                 row = {"contestant": c.name, "ours": c.ours, "peer_version": c.version, **settings, "heat": heat}
                 row |= {"spectral": c.spectral, "floor_ms": 1e3 * floor, **entry.row}
                 if "error" not in row:

@@ -99,18 +99,20 @@ def commuting(batch: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 
 
 @pytest.mark.parametrize("power", [None, 1, 2])
-@pytest.mark.parametrize("with_d", [False, True])
+@pytest.mark.parametrize("added", ["", "D", "E", "DE"])
 @pytest.mark.parametrize("dtype", MULTIPLIED, ids=str)
-def test_a_product_with_everything_added(dtype, with_d, power):
+def test_a_product_with_everything_added(dtype, added, power):
     batch, n = 2, 129
     A, B, D = (Padded(x, dtype, gap) for x, gap in zip(commuting(batch, n, dtype), (8, 0, 16), strict=True))
+    E = Padded(commuting(batch, n, dtype)[1], dtype, 24)
     out = Padded.empty(batch, n, dtype)
     scales = torch.tensor([0.25, 3.0], device=DEVICE)
-    how = {"D": D.view} if with_d else {}
+    how = {name: x.view for name, x in (("D", D), ("E", E)) if name in added}
     how |= {"scales": scales, "power": power} if power else {}
-    products.symmetric(A.view, B.view, out.view, alpha=-1.5, beta=0.75, gamma=2.0, **how)
-    a, b, d = (x.view.double() for x in (A, B, D))
-    expected = -1.5 * a @ b.mT + 2.0 * torch.eye(n, dtype=F64, device=DEVICE) + (0.75 * d if with_d else 0)
+    products.symmetric(A.view, B.view, out.view, alpha=-1.5, beta=0.75, gamma=2.0, delta=-0.5, **how)
+    a, b, d, e = (x.view.double() for x in (A, B, D, E))
+    expected = -1.5 * a @ b.mT + 2.0 * torch.eye(n, dtype=F64, device=DEVICE)
+    expected = expected + 0.75 * d * ("D" in added) - 0.5 * e * ("E" in added)
     expected = expected * scales.double().view(-1, 1, 1) ** (power or 0)
     difference = (out.view.double() - expected).abs()
     # The upper triangle is the lower one's mirror; inputs that were rounded commute up to their rounding.
@@ -119,7 +121,25 @@ def test_a_product_with_everything_added(dtype, with_d, power):
     assert (difference <= epsilon(dtype) * expected.abs() + 1e-5 * scale)[:, lower].all()
     assert (difference <= epsilon(dtype) * (expected.abs() + 8 * scale)).all()
     assert torch.equal(out.view, out.view.mT)
-    assert all(x.only_itself_changed() for x in (A, B, D, out))
+    assert all(x.only_itself_changed() for x in (A, B, D, E, out))
+
+
+@pytest.mark.parametrize("dtype", MULTIPLIED, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 5), (129, 200)])
+def test_what_rounding_takes_is_kept(n, k, dtype):
+    """Of entries so small that float16 would lose it; with it a product has twice the digits."""
+    A = Padded(randn(2, n, k) * 2.0**-4, dtype)
+    out, low = Padded.empty(2, n, dtype), Padded.empty(2, n, dtype)
+    scales = torch.full((2,), 2.0**-3, device=DEVICE)
+    products.symmetric(A.view, A.view, out.view, low=low.view, scales=scales, power=2)
+    exact = A.view.double()
+    expected = exact @ exact.mT / 64
+    size = exact.abs() @ exact.abs().mT / 64
+    found = out.view.double() + low.view.double() / 2048
+    assert ((found - expected).abs() <= 2 * epsilon(dtype) ** 2 * expected.abs() + 1e-6 * size).all()
+    assert torch.equal(low.view, low.view.mT)
+    assert bool(low.view.any()) == (dtype != torch.float32)
+    assert all(x.only_itself_changed() for x in (A, out, low))
 
 
 @pytest.mark.slow
@@ -184,7 +204,8 @@ def factor(form: products.Form, M: Tensor, method: str, dtype: torch.dtype) -> T
     memory = blank(batch * form.room + 256, dtype)
     products.matrices(memory, batch, *form.sides).copy_(scaled.mT if form.tall else scaled)
     scales = torch.where(norm > 0, 1 / (300 * COEFFICIENTS[method].safety), 0).float()
-    restart = COEFFICIENTS[method].restart if min(form.sides) >= 256 else 2  # the engine takes no smaller ones by Gram
+    rows = min(form.sides)
+    restart = COEFFICIENTS[method].restart_of(rows) if rows >= 256 else 2  # the engine takes no smaller ones by Gram
     P = products.polynomial(form, memory, scales, COEFFICIENTS[method].steps, restart)
     assert P.shape == M.shape
     assert P.dtype == dtype
@@ -214,7 +235,7 @@ def test_every_form_is_the_polynomial(shape, gram, method):
     assert error(P, exact(M, method)) <= bound
 
 
-LARGE = [((257, 769), True), ((769, 257), True), ((300, 400), False)]
+LARGE = [((257, 769), True), ((769, 257), True), ((300, 400), False), ((512, 1024), True)]
 
 
 @pytest.mark.parametrize(

@@ -257,11 +257,12 @@ class Engine:
         }
         if form.tall:  # written across
             how_in |= {"ROWS": 32, "COLS": 64}
+        polar = options["polar"]
         passes.momentum[(programs, batch)](*at, chunk.exponents, squares, X, *where, **how_in)
         passes.settle[(min(16, programs), batch)](
-            *at, chunk.exponents, right, scales, squares, X, *where, options["polar"].safety, **how_in
+            *at, chunk.exponents, right, scales, squares, X, *where, polar.safety, **how_in
         )
-        P = products.polynomial(form, memory, scales, options["polar"].steps, options["polar"].restart)
+        P = products.polynomial(form, memory, scales, polar.steps, polar.restart_of(min(m, n)))
         strides = P.stride()[:2]
         if options["ROW_NORM"] or options["UNIT"]:
             passes.rows[(programs, batch)](

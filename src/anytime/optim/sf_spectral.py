@@ -84,7 +84,8 @@ class SFNorMuon(ScheduleFreeSpectral):
         decay_fading: λ_t = λ T / (T + t) for T steps; 0 keeps λ.
         cautious=False: True spares entries that their update makes larger (arXiv 2510.12402) the decay.
         row_norm: False leaves P̂ = P.
-        polar: "newton-schulz", "polar-express", "quintic", "svd", "low-rank", or a callable from one matrix to another.
+        polar: "newton-schulz", "polar-express", "polar-express-4" (four steps instead of five), "quintic", "svd",
+            "low-rank", or a callable from one matrix to another.
         polar_dtype: the precision of the polar factor; None is float16 on CUDA, the parameter's own elsewhere.
         averaging_power, averaging_warmup: r, and for how many steps X stays at Z.
         beta_growth, beta_growth_start: β_t = 1 − ((T0 − 1)/(t − 1))^growth (1 − β) after step T0; 0 keeps β.

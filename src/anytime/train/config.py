@@ -82,7 +82,7 @@ class OptimizerConfig:
     row_norm: bool | None = None
     # The polar factor of (1 − μ) G + μ M instead of M.
     nesterov: bool | None = None
-    # newton-schulz, polar-express, quintic, svd or low-rank.
+    # newton-schulz, polar-express, polar-express-4, quintic, svd or low-rank.
     polar: str | None = None
     # Its precision; by default float16 on CUDA, float32 elsewhere.
     polar_dtype: Literal["float32", "bfloat16", "float16"] | None = None

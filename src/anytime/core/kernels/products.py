@@ -15,22 +15,41 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+#: What rounding takes from an entry is kept times this: in float16 it would be lost below the least number.
+_LOW: tl.constexpr = tl.constexpr(2048)
+
+
+@triton.jit
+def _mirrored(tile, c, batch, row, column, BLOCK: tl.constexpr):
+    """Stores a tile on or below the diagonal, and its mirror image."""
+    if row == column:  # rounding makes factors commute but nearly, and what is not symmetric grows
+        inside = tl.arange(0, BLOCK)
+        c = tl.where(inside[:, None] >= inside[None, :], c, c.T)
+    else:
+        tile.store([batch, column, row], c.T.reshape(1, BLOCK, BLOCK))
+    tile.store([batch, row, column], c.reshape(1, BLOCK, BLOCK))
+
 
 @triton.jit
 def _symmetric(
     a_rows,
     b_rows,
     d_tile,
+    e_tile,
     c_tile,
+    low_tile,
     scales,
     k,
     tiles,
     alpha,
     beta,
     gamma,
+    delta,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_D: tl.constexpr,
+    HAS_E: tl.constexpr,
+    HAS_LOW: tl.constexpr,
     POWER: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -51,6 +70,8 @@ def _symmetric(
     acc = acc * alpha
     if HAS_D:
         acc += beta * d_tile.load([batch, row, column]).reshape(BLOCK, BLOCK).to(tl.float32)
+    if HAS_E:
+        acc += delta * e_tile.load([batch, row, column]).reshape(BLOCK, BLOCK).to(tl.float32)
     inside = tl.arange(0, BLOCK)
     if i == j:
         acc += tl.where(inside[:, None] == inside[None, :], gamma, 0.0)
@@ -60,11 +81,9 @@ def _symmetric(
         if POWER > 1:
             acc = acc * scale
     c = acc.to(DTYPE)
-    if i == j:  # rounding makes factors commute but nearly, and what is not symmetric grows from product to product
-        c = tl.where(inside[:, None] >= inside[None, :], c, c.T)
-    else:
-        c_tile.store([batch, column, row], c.T.reshape(1, BLOCK, BLOCK))
-    c_tile.store([batch, row, column], c.reshape(1, BLOCK, BLOCK))
+    _mirrored(c_tile, c, batch, row, column, BLOCK)
+    if HAS_LOW:
+        _mirrored(low_tile, ((acc - c.to(tl.float32)) * _LOW).to(DTYPE), batch, row, column, BLOCK)
 
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -84,33 +103,44 @@ def symmetric(
     beta: float = 0.0,
     gamma: float = 0.0,
     *,
+    E: Tensor | None = None,
+    delta: float = 0.0,
+    low: Tensor | None = None,
     scales: Tensor | None = None,
     power: int = 1,
 ) -> Tensor:
-    """out = (alpha A Bᵀ + beta D + gamma I) · scales^power for A, B [batch, n, k] whose product is symmetric.
+    """out = (alpha A Bᵀ + beta D + gamma I + delta E) · scales^power for A, B [batch, n, k] whose product is symmetric.
 
-    D and out are [batch, n, n], scales [batch], power 1 or 2; out is none of the others. Rows are contiguous and start
-    at multiples of 16 bytes; what lies between the end of a row of out and the next such multiple may be written too.
+    D, E, out and low are [batch, n, n], scales [batch], power 1 or 2; low is what rounding took from out, times
+    2048. Those written are none of the others, but low may be E. Rows are contiguous and start at multiples of 16
+    bytes; what lies between the end of a written row and the next such multiple may be written too.
     """
     batch, n, k = A.shape
     block = _block(n)
     blocks = triton.cdiv(n, block)
     tiles = blocks * (blocks + 1) // 2
-    c = TensorDescriptor.from_tensor(out, [1, block, block])
+    d, e, c, remainder = (
+        TensorDescriptor.from_tensor(out if x is None else x, [1, block, block]) for x in (D, E, out, low)
+    )
     _symmetric[(batch * tiles,)](
         TensorDescriptor.from_tensor(A, [1, block, _BLOCK_K]),
         TensorDescriptor.from_tensor(B, [1, block, _BLOCK_K]),
-        c if D is None else TensorDescriptor.from_tensor(D, [1, block, block]),
+        d,
+        e,
         c,
+        remainder,
         out if scales is None else scales,
         k,
         tiles,
         alpha,
         beta,
         gamma,
+        delta,
         BLOCK=block,
         BLOCK_K=_BLOCK_K,
         HAS_D=D is not None,
+        HAS_E=E is not None,
+        HAS_LOW=low is not None,
         POWER=0 if scales is None else power,
         DTYPE=DTYPES[out.dtype],
         num_warps=4,
@@ -131,7 +161,7 @@ def _row(n: int) -> int:
 class Form:
     """How polynomials of m × n matrices are taken: by R = X Xᵀ alone where `gram`, and in how much memory.
 
-    The iteration reads X [n, k] with n ≤ k. With `gram` it takes (6 k/n + 14) n³ operations, without (15 k/n + 5) n³.
+    The iteration reads X [n, k] with n ≤ k. core.polar.polar_flops counts its operations.
     """
 
     m: int
@@ -171,12 +201,13 @@ def matrices(memory: Tensor, batch: int, m: int, n: int, start: int = 0) -> Tens
 def polynomial(form: Form, memory: Tensor, scales: Tensor, steps: Steps, restart: int) -> Tensor:
     """X ← (a I + b X Xᵀ + c (X Xᵀ)²) X for each step, of X [batch, n, k] at the start of `memory` times `scales`.
 
-    The result [batch, form.m, form.n] lies in `memory` too. The Gram form starts anew from X after `restart` steps:
-    rounding makes the smallest eigenvalues of R negative, and every step multiplies them.
+    The result [batch, form.m, form.n] lies in `memory` too. The Gram form starts anew from X after `restart` steps, if
+    there are more: rounding makes the smallest eigenvalues of R negative, and every step multiplies them.
     """
     batch, (n, k) = len(scales), form.sides
     rest = 2 * form.whole
-    parts = [steps[:restart], steps[restart:]] if form.gram else [[step] for step in steps]
+    cuts = [steps[:restart], steps[restart:]] if form.gram else [[step] for step in steps]
+    parts = [part for part in cuts if part]
     X = matrices(memory, batch, n, k)
     for number, part in enumerate(parts):
         there = 0 if number % 2 else form.whole  # where X goes next; what it is made of may lie there until then
@@ -190,17 +221,30 @@ def polynomial(form: Form, memory: Tensor, scales: Tensor, steps: Steps, restart
 
 
 def _factor(X: Tensor, steps: Steps, Q: Tensor, R: Tensor, B: Tensor, T: Tensor, scales: Tensor | None) -> None:
-    """Q ← the product of the steps' a I + b R + c R², R = X Xᵀ at first, with X and Q scaled by `scales`.
+    """Q ← the product of the steps' F = a I + b R + c R², R = X Xᵀ at first, then F R F; X and Q scaled by `scales`.
 
-    A single step needs neither B nor T.
+    A single step needs neither B nor T. Of several, F and their product are kept without their part of the identity
+    until the last: rounding a large diagonal turns the vectors of F, which then no more commute. Of the first R and
+    R F, whose least eigenvalues grow most, what rounding took is kept too.
     """
-    symmetric(X, X, R, scales=scales, power=2)
     last = len(steps) - 1
+    symmetric(X, X, R, scales=scales, power=2, low=B if last else None)
     product, other = (T, Q) if last % 2 else (Q, T)  # they change places at every step but the first
+    identity = 1.0  # how much of it the product has, beside what is kept
     for number, (a, b, c) in enumerate(steps):
         factor = B if number else product
-        symmetric(R, R, factor, R, c, b, a, scales=scales if last == 0 else None)
+        symmetric(R, R, factor, R, c, b, 0.0 if last else a, scales=None if last else scales)
         if number < last:
-            symmetric(symmetric(R, factor, other), factor, R)
+            low, back = (None, 0.0) if number else (B, a / _LOW.value)
+            RF = symmetric(R, factor, other, R, beta=a, E=low, delta=back, low=low)
+            symmetric(RF, factor, R, RF, beta=a, E=low, delta=back)
         if number:
-            product, other = symmetric(product, factor, other, scales=scales if number == last else None), product
+            ends = number == last
+            product, other = (
+                symmetric(
+                    product, factor, other, product, beta=a, gamma=identity * a if ends else 0.0,
+                    E=factor, delta=identity, scales=scales if ends else None,
+                ),
+                product,
+            )  # fmt: skip
+        identity *= a
