@@ -380,19 +380,23 @@ def test_tick_is_the_clock_of_the_average(groups, steps, fresh, bad, averages):
     ]
     numbers = torch.tensor([[float(group[name]) for name in passes.SETTINGS] for group in groups], dtype=F64)
     coefficients = torch.full((count + 1, passes.WIDTH.value), NAN, device=DEVICE)
-    ok = torch.full((), NAN, dtype=F64, device=DEVICE)
+    ok, skipped = torch.tensor([NAN, 7.0], dtype=F64, device=DEVICE).unbind()
+    counts = count % 2 == 0
     passes.tick[(-(-count // 4),)](
         table_of(*rows),
         numbers.view(torch.int64).to(DEVICE),
         torch.tensor(int(bad), dtype=torch.int32, device=DEVICE),
         ok,
+        skipped,
         coefficients,
         count,
         AVERAGES=averages,
+        COUNTS=counts,
         BLOCK=4,
     )
     fine = torch.tensor(0.0 if bad else 1.0, dtype=F64)
     assert ok.item() == fine.item()
+    assert skipped.item() == 7 + (bad and counts)
     assert coefficients[count].isnan().all()
     for i in range(count):
         group, t = groups[mine[i]], t0[i] + 1

@@ -389,7 +389,7 @@ def test_no_chunk_has_more_matrices_than_a_launch_can():
     optimizer = anytime.SFNorMuon(params, chunk_bytes=1 << 40)
     feed(params, 0)
     (work,) = fused.split(optimizer._work())[0].values()
-    engine = optimizer._fused.get(work, True, 1 << 40)
+    engine = optimizer._fused.get(work, True, 1 << 40, torch.zeros((), dtype=F64))
     chunks = [chunk for part in engine.parts for chunk in part.chunks]
     assert sum(len(chunk.pieces) for chunk in chunks) == 70000
     assert max(len(chunk.pieces) for chunk in chunks) <= 65535

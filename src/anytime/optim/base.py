@@ -19,7 +19,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from .groups import Group, Place, Router, Ruled, places, unique_names
 from .moves import all_finite, chunks, compute_dtype, confined, fast_step, placed_as, where_ok, write_
 from .options import validate
 from .rules import ELEMENTWISE, RULES
+
+if TYPE_CHECKING:  # it needs Triton
+    from .engine import Engine
 
 State = dict[str, Tensor]
 
@@ -243,10 +246,12 @@ class AnytimeOptimizer(Resumable):
                 self._step_in_parts(by_kernels, rest, value)
                 return loss
             (work,) = by_kernels.values()
-            engine = self._fused.get(work, self.averages, self._chunk_bytes)
+            engine = self._engine(work)
             self._fused.remember(engine, work, self.param_groups, self.state)
         self._fused.run(engine, graph=self._graph)
-        self._judge({engine.device: engine.ok})
+        if self._on_nonfinite == "raise" and not engine.ok.item():
+            engine.skipped.sub_(1)
+            self._refuse()
         return loss
 
     def _step_together(self) -> None:
@@ -287,9 +292,7 @@ class AnytimeOptimizer(Resumable):
         self, by_kernels: Mapping[torch.device, fused.Work], rest: fused.Work, loss: Tensor | None = None
     ) -> None:
         """The step of several devices or processes, or of parameters that the kernels do not take."""
-        engines = {
-            device: self._fused.get(work, self.averages, self._chunk_bytes) for device, work in by_kernels.items()
-        }
+        engines = {device: self._engine(work) for device, work in by_kernels.items()}
         flags = [] if loss is None else [loss.isfinite()]
         for engine in engines.values():
             engine.check()
@@ -304,7 +307,7 @@ class AnytimeOptimizer(Resumable):
         self._judge(finite)
         for device, engine in engines.items():
             engine.bad.copy_(finite[device] == 0)
-            engine.update()
+            engine.update(counts=False)
         self._look(rest, finite, loss)
         for group, members in rest:
             self._update(group, members, finite[members[0][0].device])
@@ -363,12 +366,23 @@ class AnytimeOptimizer(Resumable):
     def _judge(self, finite: dict[torch.device, Tensor]) -> None:
         """Counts a skipped step, or raises where asked; it changes nothing in either case."""
         if self._on_nonfinite == "raise" and finite and not next(iter(finite.values())).item():
-            what = "the loss or a gradient" if self.needs_loss else "a gradient"
-            raise RuntimeError(f"{what} holds inf or NaN; nothing was changed (on_nonfinite='raise')")
+            self._refuse()
         for device, ok in finite.items():
-            if device not in self._skipped:
-                self._skipped[device] = torch.zeros_like(ok)
-            self._skipped[device].add_(1 - ok)
+            self._counter(device).add_(1 - ok)
+
+    def _refuse(self) -> NoReturn:
+        what = "the loss or a gradient" if self.needs_loss else "a gradient"
+        raise RuntimeError(f"{what} holds inf or NaN; nothing was changed (on_nonfinite='raise')")
+
+    def _counter(self, device: torch.device) -> Tensor:
+        """Of skipped steps, on a device; it stays the same tensor, for kernels and graphs have its address."""
+        if device not in self._skipped:
+            self._skipped[device] = torch.zeros((), dtype=averaging.scalar_dtype(device), device=device)
+        return self._skipped[device]
+
+    def _engine(self, work: fused.Work) -> Engine:
+        counter = self._counter(work[0][1][0][0].device)
+        return self._fused.get(work, self.averages, self._chunk_bytes, counter)
 
     def _look(self, work: fused.Work, finite: Mapping[torch.device, Tensor], loss: Tensor | None) -> None:
         """What must be known of all gradients before any parameter moves; a class that has such puts it in states."""

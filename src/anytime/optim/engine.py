@@ -89,12 +89,14 @@ class Engine:
     """The launches of one device's part of a step. `check` finds bad gradients, `update` does the rest.
 
     `bad` is 1 where a gradient is not finite; between the two it may be set for what was found elsewhere. `ok` is the
-    verdict, for those whom the kernels do not take.
+    verdict, for those whom the kernels do not take. `skipped` counts the steps left out, unless `update` is told that
+    others do.
     """
 
-    def __init__(self, work: Work, averages: bool, chunk_bytes: int | None) -> None:
+    def __init__(self, work: Work, averages: bool, chunk_bytes: int | None, skipped: Tensor) -> None:
         self.device = work[0][1][0][0].device
         self.averages = averages
+        self.skipped = skipped
         self.count = sum(len(members) for _, members in work)
         if chunk_bytes is None:
             chunk_bytes = max(1 << 24, _state_bytes(work) // 7)
@@ -187,11 +189,11 @@ class Engine:
                     BLOCK=_BLOCK,
                 )
 
-    def update(self) -> None:
+    def update(self, *, counts: bool = True) -> None:
         with _on(self.device):
-            self._update()
+            self._update(counts)
 
-    def _update(self) -> None:
+    def _update(self, counts: bool) -> None:
         of_groups = self.table[self.settings_at :]
         for number, lr in self.rates.items():
             of_groups[number * self.width].view(torch.float64).copy_(lr.reshape(()))
@@ -200,9 +202,11 @@ class Engine:
             of_groups,
             self.bad,
             self.ok,
+            self.skipped,
             self.coefficients,
             self.count,
             AVERAGES=self.averages,
+            COUNTS=counts,
             BLOCK=64,
         )
         memories = [torch.empty(lane.bytes, dtype=torch.uint8, device=self.device) for lane in self.lanes]

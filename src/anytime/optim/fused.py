@@ -146,8 +146,8 @@ class Engines:
         self._captured: list[Engine] = []
         self._last: _Seen | None = None
 
-    def get(self, work: Work, averages: bool, chunk_bytes: int | None) -> Engine:
-        """The engine for this work, its table up to date."""
+    def get(self, work: Work, averages: bool, chunk_bytes: int | None, skipped: Tensor) -> Engine:
+        """The engine for this work, its table up to date; `skipped` is the same tensor in every call for a device."""
         self._last = None
         key = signature(work, chunk_bytes)
         engine = self._engines.get(key)
@@ -162,7 +162,7 @@ class Engines:
                 self._graphs.clear()
             from .engine import Engine
 
-            engine = self._engines[key] = Engine(work, averages, chunk_bytes)
+            engine = self._engines[key] = Engine(work, averages, chunk_bytes, skipped)
         engine.refresh(work)
         return engine
 

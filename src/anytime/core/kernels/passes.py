@@ -120,10 +120,22 @@ def _growing(t, constant, growth, start):
 
 
 @triton.jit
-def tick(table, settings, bad, ok, coefficients, count, AVERAGES: tl.constexpr, BLOCK: tl.constexpr):
+def tick(
+    table,
+    settings,
+    bad,
+    ok,
+    skipped,
+    coefficients,
+    count,
+    AVERAGES: tl.constexpr,
+    COUNTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """averaging.tick, and every other scalar of the step, for all parameters; t, Σw and β advance here.
 
-    ok ← 1 where nothing is bad, else 0: then no parameter's time advances and its coefficients stand still.
+    ok ← 1 where nothing is bad, else 0: then no parameter's time advances and its coefficients stand still, and
+    `skipped` grows by one if it COUNTS.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
@@ -133,6 +145,8 @@ def tick(table, settings, bad, ok, coefficients, count, AVERAGES: tl.constexpr, 
     fine = (tl.load(bad) == 0).to(tl.float64)
     if tl.program_id(0) == 0:
         tl.store(ok, fine)
+        if COUNTS:
+            tl.store(skipped, tl.load(skipped) + 1.0 - fine)
     t = tl.load(step, mask=inside, other=0.0) + 1.0
     tl.store(step, t - 1.0 + fine, mask=inside)
     warmup = _setting(group, 1)
