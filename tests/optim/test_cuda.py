@@ -255,11 +255,21 @@ def awkward(dtype: torch.dtype, gap: int = 0) -> list[nn.Parameter]:
         ("sf_normuon", torch.float32, 3, {"decay_at": "y", "nesterov": True}),
         ("sf_muon", torch.bfloat16, 0, {"scaling": "aspect", "momentum_dtype": torch.bfloat16}),
         ("normuon", torch.bfloat16, 0, {"polar": "polar-express"}),
+        ("sf_normuon", torch.float32, 0, {"polar": "polar-express-4"}),
         ("muon", torch.float32, 0, {"scaling": "max-side", "polar_dtype": torch.bfloat16, "weight_decay": 0.0}),
         ("sf_adamw", torch.bfloat16, 1, {}),
         ("adamw", torch.float32, 0, {}),
     ],
-    ids=["sf_normuon", "sf_normuon-odd", "sf_muon-bf16", "normuon-bf16", "muon-bf16-factor", "sf_adamw-odd", "adamw"],
+    ids=[
+        "sf_normuon",
+        "sf_normuon-odd",
+        "sf_muon-bf16",
+        "normuon-bf16",
+        "four-steps",
+        "muon-bf16-factor",
+        "sf_adamw-odd",
+        "adamw",
+    ],
 )
 def test_kernels_equal_the_slow_way(name, dtype, gap, more, monkeypatch):
     """Momentum to the last digits, moves to those of the polar factor's precision."""

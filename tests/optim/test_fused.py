@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import anytime
 from anytime.core.layout import Layout
+from anytime.core.polar import COEFFICIENTS
 from anytime.optim import fused
 
 pytest.importorskip("triton")
@@ -231,10 +232,11 @@ def test_every_option_equals_the_slow_way(case):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("polar", ["newton-schulz", "polar-express", "quintic"])
-def test_the_gram_form_in_a_step(polar):
-    """Wide and tall, by the kernels' own products, from the size on that the engine takes it."""
-    one, two = both_ways(lambda ps: build("SFNorMuon", {**SF, "polar": polar}, ps), [(256, 512), (512, 256)], steps=2)
+@pytest.mark.parametrize(("polar", "rows"), [*((polar, 256) for polar in COEFFICIENTS), ("polar-express-4", 512)])
+def test_the_gram_form_in_a_step(polar, rows):
+    """Wide and tall, by the kernels' own products, from the size on that the engine takes it; in one part or two."""
+    shapes = [(rows, 2 * rows), (2 * rows, rows)]
+    one, two = both_ways(lambda ps: build("SFNorMuon", {**SF, "polar": polar}, ps), shapes, steps=2)
     (engine,) = one._fused._engines.values()
     assert all(chunk.form.gram for part in engine.parts for chunk in part.chunks)
     agree(one, two, 1e-3)
