@@ -642,13 +642,16 @@ def test_bench_shows_a_table_writes_rows_and_draws(tiny, capsys):
     said = capsys.readouterr().out
     assert "tiny, 12 matrices: " in said
     assert "tiny, all parameters: " in said
-    assert said.count("SFNorMuon") == said.count("torch AdamW, fused") == 2
+    assert said.count("SFNorMuon, four steps") == said.count("torch AdamW, fused") == 2
+    assert said.count("SFNorMuon") == 4
     assert said.count("floor: ") == 2
     assert f"Picture: {tiny / 'bars.svg'}" in said
     assert "</svg>" in (tiny / "bars.svg").read_text()
     rows = [json.loads(line) for line in (tiny / "rows.jsonl").read_text().splitlines()]
     assert [(row["part"], row["contestant"]) for row in rows] == [
-        (part, name) for part in ("matrices", "all") for name in ("SFNorMuon", "torch AdamW, fused")
+        (part, name)
+        for part in ("matrices", "all")
+        for name in ("SFNorMuon", "SFNorMuon, four steps", "torch AdamW, fused")
     ]
 
 
