@@ -561,6 +561,7 @@ def test_a_bad_gradient_raises_where_asked_and_changes_nothing(mixed):
     with pytest.raises(RuntimeError, match="inf or NaN"):
         step(optimizer, True)
     assert same_bits(before, snapshot(optimizer))
+    assert optimizer.skipped_steps == 0
     feed(params, 2)
     step(optimizer, True)
     assert not same_bits(before, snapshot(optimizer))
