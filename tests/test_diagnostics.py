@@ -277,6 +277,7 @@ def details(optimizer, model, step):
         ("SFNorMuon", {"weight_decay": 0.3}),
         ("SFNorMuon", {"weight_decay": 0.3, "beta_growth": 0.5, "beta_growth_start": 2}),
         ("SFNorMuon", {"weight_decay": 0.3, "decay_fading": 2}),
+        ("SFNorMuon", {"weight_decay": 0.3, "decay_fading": 2, "rate_fall": 0.5, "rate_fall_start": 2}),
         ("SFMuon", {"weight_decay": 0.1}),
         ("SFSpectralSGD", {"weight_decay": 0.2}),
         ("NorMuon", {"weight_decay": 0.2}),
@@ -289,8 +290,10 @@ def test_the_recursion_of_rho_holds_to_rounding(name, options):
     for step in range(1, 6):
         found = details(optimizer, model, step)
         eta = LR * min(1.0, step / WARMUP) * (math.sqrt(1 - 0.99**step) if name == "SFAdamW" else 1)
+        fall = max(step - 1, 1) ** -options.get("rate_fall", 0.0)
+        eta *= fall
         T = options.get("decay_fading", math.inf)
-        decay = options["weight_decay"] / (1 + step / T)
+        decay = options["weight_decay"] / (1 + step / T) / fall
         kept = 1 - eta * decay
         for row in found["layers"].values():
             rho, alpha, u = row["rho_before"], row["alpha"], row["update_rms"]

@@ -599,6 +599,8 @@ def options_of(group: dict[str, Any], **defaults: Any) -> tuple[dict[str, Any], 
         "beta_growth",
         "beta_growth_start",
         "decay_fading",
+        "rate_fall",
+        "rate_fall_start",
     ],
 )
 def test_shared_options_reach_both_rules(key: str) -> None:
@@ -771,6 +773,8 @@ EXAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "beta_growth": ([0, 0.0, 0.4, 2], NUMBERS),
     "beta_growth_start": ([2, 200], [*COUNTS, 0, 1]),
     "decay_fading": ([0, 1, 600], COUNTS),
+    "rate_fall": ([0, 0.0, 0.4, 2], NUMBERS),
+    "rate_fall_start": ([2, 200], [*COUNTS, 0, 1]),
     "beta_max": ([0, 0.965, 1], [*NUMBERS, 1.5]),
     "beta_anneal_steps": ([0, 1, 200], COUNTS),
     "polyak_beta": ([0, 0.0, 0.9], [*NUMBERS, 1, 1.0]),

@@ -350,6 +350,8 @@ def group_settings(draw):
         "decay_fading": draw(st.sampled_from([0, 1, 3, 400])),
         "momentum_growth": draw(st.sampled_from([0.0, 0.3, 1.5])),
         "momentum_growth_start": draw(st.integers(2, 12)),
+        "rate_fall": draw(st.sampled_from([0.0, 0.3, 1.5])),
+        "rate_fall_start": draw(st.integers(2, 12)),
     }
 
 
@@ -402,7 +404,8 @@ def test_tick_is_the_clock_of_the_average(groups, steps, fresh, bad, averages):
         group, t = groups[mine[i]], t0[i] + 1
         eta = averaging.warmed_up(t, group["lr"], group["warmup_steps"]) * group["rate"]
         bias1, bias2 = (1 - group[name] ** t for name in ("decay1", "decay2"))
-        eta = eta * bias2.sqrt() if group["correct_rate"] else eta
+        fall = averaging.falling(t, group["rate_fall"], group["rate_fall_start"])
+        eta = (eta * bias2.sqrt() if group["correct_rate"] else eta) * fall
         clock = averaging.tick(
             t,
             sums0[i],
@@ -426,7 +429,7 @@ def test_tick_is_the_clock_of_the_average(groups, steps, fresh, bad, averages):
             "B2": (1 - group["decay2"]) * fine,
             "UNBIAS1": bias1 if moment and group["first_moment"] else torch.ones((), dtype=F64),
             "UNBIAS2": bias2 if moment else torch.ones((), dtype=F64),
-            "DECAY": averaging.faded(t, decay, fading) if fading else decay,
+            "DECAY": (averaging.faded(t, decay, fading) if fading else decay) / fall,
             "EPS": group["eps"],
             "RMS": group["update_rms"],
             "MU": mu,

@@ -197,6 +197,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "growing momentum, scheduled": ("NorMuon", {"lr": 0.05, "momentum_growth": 0.4, "momentum_growth_start": 2}),
     "fading": ("SFNorMuon", {**SF, "weight_decay": 4.0, "decay_fading": 2}),
+    "falling": ("SFNorMuon", {**SF, "weight_decay": 4.0, "rate_fall": 0.7, "rate_fall_start": 2}),
+    "falling and fading": (
+        "SFAdamW",
+        {**SF, "weight_decay": 4.0, "decay_fading": 2, "rate_fall": 0.7, "rate_fall_start": 3},
+    ),
     "cautious": ("SFNorMuon", {**SF, "weight_decay": 4.0, "cautious": True}),
     "cautious at y": ("SFMuon", {**SF, "weight_decay": 4.0, "cautious": True, "decay_at": "y"}),
     "cautious, scheduled": ("NorMuon", {"lr": 0.05, "weight_decay": 4.0, "cautious": True}),

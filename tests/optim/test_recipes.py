@@ -13,7 +13,7 @@ import anytime
 from anytime.optim.sf_spectral import RECIPES
 
 PAPER = {"betas": (0.9, 0.95), "momentum": 0.8, "weight_decay": 0.05, "averaging_power": 0.0, "beta_growth": 0.0}
-PAPER |= {"decay_fading": 0, "averaging_warmup": 0, "momentum_growth": 0.0, "nesterov": False}
+PAPER |= {"decay_fading": 0, "averaging_warmup": 0, "momentum_growth": 0.0, "nesterov": False, "rate_fall": 0.0}
 
 
 def groups(**options):
@@ -51,7 +51,8 @@ def test_the_anytime_recipe_follows_from_rate_and_warmup(lr, warmup):
     ("key", "value"),
     [("betas", (0.9, 0.95)), ("momentum", 0.7), ("weight_decay", 0.05), ("weight_decay", 0.0), ("averaging_power", 0.0),
      ("momentum_growth", 0.0), ("momentum_growth_start", 7), ("nesterov", False), ("beta_growth", 0.0),
-     ("beta_growth_start", 7), ("decay_fading", 0), ("averaging_warmup", 9)],
+     ("beta_growth_start", 7), ("decay_fading", 0), ("averaging_warmup", 9), ("rate_fall", 0.0),
+     ("rate_fall_start", 7)],
 )  # fmt: skip
 def test_what_is_given_is_kept(key, value):
     """Even where it is what the other recipe would have filled in."""

@@ -39,9 +39,12 @@ ALL = tuple(SHAPES)
 MATRICES = ("tall", "wide", "square", "kernel", "experts")
 BETAS = {
     "constant": {"beta": 0.9},
-    "growing": {"beta": 0.4, "beta_growth": 0.4, "beta_growth_start": 60, "decay_fading": 40},
+    "growing": {
+        "beta": 0.4, "beta_growth": 0.4, "beta_growth_start": 60, "decay_fading": 40,
+        "rate_fall": 0.3, "rate_fall_start": 50,
+    },
     "zero": {"beta": 0.0},
-}
+}  # fmt: skip
 DTYPES = (torch.float64, torch.float32)
 
 

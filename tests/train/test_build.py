@@ -72,11 +72,11 @@ def test_options_arrive_in_the_groups():
         momentum_growth=0.3, momentum_growth_start=8,
         scaling="aspect", update_rms=0.1, averaging_power=2.0, averaging_warmup=5, beta_growth=0.4, beta_growth_start=9,
         decay_fading=11, adam_lr=0.02, adam_weight_decay=0.04, adam_betas=(0.1, 0.2), adam_eps=1e-5, adam_decay_at="z",
-        adam_bias_correction="moment",
+        adam_bias_correction="moment", rate_fall=0.2, rate_fall_start=12,
     )  # fmt: skip
     matrix, rest = by_rule(optimizer, "normuon"), by_rule(optimizer, "sf-adamw")
     shared = {"averaging_power": 2.0, "averaging_warmup": 5, "beta_growth": 0.4, "beta_growth_start": 9}
-    shared["decay_fading"] = 11
+    shared |= {"decay_fading": 11, "rate_fall": 0.2, "rate_fall_start": 12}
     wanted = {
         "lr": 0.01, "betas": (0.5, 0.6), "momentum": 0.7, "eps": 1e-6, "weight_decay": 0.3, "decay_at": "y",
         "row_norm": False, "nesterov": True, "polar": "quintic", "polar_dtype": torch.bfloat16,

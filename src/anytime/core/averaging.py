@@ -35,6 +35,12 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def falling(t: Tensor, power: float, start: int) -> Tensor:
+    """1 up to step `start`, then ((start − 1)/(t − 1))^power."""
+    factor: Tensor = ((start - 1) / (t - 1).clamp(min=start - 1)) ** power
+    return factor
+
+
 def growing(t: Tensor, beta: float | Tensor, power: float, start: int) -> Tensor:
     """β_t, or μ_t: `beta` up to step `start`, then 1 − ((start − 1)/(t − 1))^power (1 − beta); constant at power 0.
 
@@ -42,8 +48,7 @@ def growing(t: Tensor, beta: float | Tensor, power: float, start: int) -> Tensor
     """
     if power == 0:
         return torch.zeros_like(t) + beta
-    shrink = ((start - 1) / (t - 1).clamp(min=start - 1)) ** power
-    return 1 - shrink * (1 - beta)
+    return 1 - falling(t, power, start) * (1 - beta)
 
 
 def warmed_up(t: Tensor, lr: float | Tensor, warmup_steps: int) -> Tensor:

@@ -434,6 +434,8 @@ def _numbers(group: Group, lr: float) -> tuple[float, ...]:
         group.get("decay_fading", 0),
         group.get("momentum_growth", 0),
         group.get("momentum_growth_start", 2),
+        group.get("rate_fall", 0),
+        group.get("rate_fall_start", 2),
     )
 
 

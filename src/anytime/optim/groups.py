@@ -18,6 +18,7 @@ Options = Mapping[str, Any]
 #: Without the prefix adam_, these options of a group hold for its matrices and for the rest alike.
 _SHARED = {"lr", "rate", "weight_decay", "warmup_steps"}
 _SHARED |= {"averaging_power", "averaging_warmup", "beta_growth", "beta_growth_start", "decay_fading"}
+_SHARED |= {"rate_fall", "rate_fall_start"}
 _ROUTING = ("rule", "split", "pattern")
 
 

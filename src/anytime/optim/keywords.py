@@ -27,11 +27,14 @@ class Handling(TypedDict, total=False):
 
 class Timed(Handling, total=False):
     """What changes with the step: β_t = 1 − ((T0 − 1)/(t − 1))^beta_growth (1 − β) after step T0 = beta_growth_start,
-    and λ_t = λ T / (T + t) for T = decay_fading; 0 keeps β and λ."""
+    λ_t = λ T / (T + t) for T = decay_fading, and the rate times ((T0 − 1)/(t − 1))^rate_fall after step
+    T0 = rate_fall_start, which leaves the decay as it was; 0 keeps β, λ and the rate."""
 
     beta_growth: float
     beta_growth_start: int
     decay_fading: int
+    rate_fall: float
+    rate_fall_start: int
 
 
 class Average(Timed, total=False):
@@ -95,6 +98,8 @@ AVERAGE: dict[str, Any] = {
     "beta_growth": 0.0,
     "beta_growth_start": 200,
     "decay_fading": 0,
+    "rate_fall": 0.0,
+    "rate_fall_start": 200,
 }
 ADAM: dict[str, Any] = {
     "adam_lr": None,

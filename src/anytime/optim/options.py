@@ -75,6 +75,8 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "beta_growth": (_between(0, math.inf), "an exponent in [0, ∞), 0 for a constant β"),
     "beta_growth_start": (_whole(2), "a whole number in [2, ∞)"),
     "decay_fading": (_whole(0), "a whole number in [0, ∞), 0 for a constant decay"),
+    "rate_fall": (_between(0, math.inf), "an exponent in [0, ∞), 0 for a constant rate"),
+    "rate_fall_start": (_whole(2), "a whole number in [2, ∞)"),
     "beta_max": (_between(0, 1, closed=True), "in [0, 1]"),
     "beta_anneal_steps": (_whole(0), "a whole number in [0, ∞), 0 for a constant β"),
     "polyak_beta": (_between(0, 1), "in [0, 1)"),

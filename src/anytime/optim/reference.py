@@ -37,6 +37,8 @@ class Reference(ABC):
         beta_growth: float = 0.0,
         beta_growth_start: int = 200,
         decay_fading: int = 0,
+        rate_fall: float = 0.0,
+        rate_fall_start: int = 200,
         cautious: bool = False,
     ) -> None:
         self.lr, self.beta, self.weight_decay, self.decay_at = lr, beta, weight_decay, decay_at
@@ -44,6 +46,7 @@ class Reference(ABC):
         self.averaging_power, self.averaging_warmup = averaging_power, averaging_warmup
         self.beta_growth, self.beta_growth_start = beta_growth, beta_growth_start
         self.decay_fading, self.cautious = decay_fading, cautious
+        self.rate_fall, self.rate_fall_start = rate_fall, rate_fall_start
         self.x, self.y, self.z = w.clone(), w.clone(), w.clone()
         self.t = 0
         self.s = 0.0
@@ -53,8 +56,12 @@ class Reference(ABC):
         """U of Z ← Z − η_t U."""
 
     def rate(self) -> float:
-        """η_t."""
+        """η_t before its fall, which decay follows."""
         return self.lr * min(1.0, self.t / self.warmup_steps) if self.warmup_steps else self.lr
+
+    def fall(self) -> float:
+        """What is left of the rate."""
+        return 1 - grown(0.0, self.t, self.rate_fall, self.rate_fall_start)
 
     def beta_at(self, t: int) -> float:
         """β_t, which forms Y_t."""
@@ -71,12 +78,13 @@ class Reference(ABC):
 
     def step(self, G: Tensor) -> None:
         self.t += 1
-        eta = self.rate()
+        before = self.rate()
+        eta = before * self.fall()
         U = self.direction(G)
         decayed = {"z": self.z, "y": self.y, None: torch.zeros_like(self.z)}[self.decay_at]
         if self.cautious:
             decayed = decayed * (U.sign() * decayed.sign() >= 0)
-        self.z = self.fast(self.z - eta * self.decay() * decayed - eta * U)
+        self.z = self.fast(self.z - before * self.decay() * decayed - eta * U)
         if self.t <= self.averaging_warmup:
             c = 1.0
         else:

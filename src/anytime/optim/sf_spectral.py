@@ -90,6 +90,7 @@ class SFNorMuon(ScheduleFreeSpectral):
         averaging_power, averaging_warmup: r, and for how many steps X stays at Z.
         beta_growth, beta_growth_start: β_t = 1 − ((T0 − 1)/(t − 1))^growth (1 − β) after step T0; 0 keeps β.
         momentum_growth=0, momentum_growth_start: the same rule for μ.
+        rate_fall=0, rate_fall_start: the rate times ((T0 − 1)/(t − 1))^fall after step T0; decay does not follow it.
         momentum_dtype=None: a narrower M. nesterov=False: the polar factor of (1 − μ) G + μ M instead of M.
         scaling="rms", update_rms=0.2: the 0.2 √(mn) / ‖P̂‖_F above; for others see Muon.
         adam_lr, adam_weight_decay, adam_betas, adam_eps, adam_decay_at="y": of the SF-AdamW part; by default lr and

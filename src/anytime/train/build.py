@@ -155,3 +155,8 @@ class Options:
         for group, stated in zip(self.optimizer.param_groups, self.stated, strict=True):
             group.update(stated, lr=stated["lr"] * factor)
         return float(self._shown["lr"])
+
+    def fallen(self, done: int) -> float:
+        """The part of that rate that its own fall leaves to the step after `done` others."""
+        start = self._shown.get("rate_fall_start", 2) - 1
+        return float((start / max(done, start)) ** self._shown.get("rate_fall", 0.0))

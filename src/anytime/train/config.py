@@ -42,7 +42,8 @@ class DataConfig:
 #: What a recipe fills in.
 FILLED = (
     "betas", "momentum", "momentum_growth", "momentum_growth_start", "nesterov", "weight_decay", "adam_weight_decay",
-    "averaging_power", "averaging_warmup", "beta_growth", "beta_growth_start", "decay_fading",
+    "averaging_power", "averaging_warmup", "beta_growth", "beta_growth_start", "decay_fading", "rate_fall",
+    "rate_fall_start",
 )  # fmt: skip
 
 
@@ -108,6 +109,10 @@ class OptimizerConfig:
     beta_growth_start: int | None = None
     # T: the decay at step t is λ T / (T + t); 0 keeps it.
     decay_fading: int | None = None
+    # With which power the rate falls; 0 keeps it.
+    rate_fall: float | None = None
+    # The step after which it falls.
+    rate_fall_start: int | None = None
     # Steps in which β goes to beta_max; 0 keeps it; of SFPlus.
     beta_anneal_steps: int | None = None
     # Where it goes to.

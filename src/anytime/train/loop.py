@@ -378,6 +378,7 @@ class Loop:
     def _train_step(self, source: Iterator[tuple[Tensor, Tensor]]) -> None:
         config, optimizer = self.config, self.optimizer
         rate = self.options.apply(self.rates.factor(self.step)) * self.rates.warmed(self.step)
+        rate *= self.options.fallen(self.step)
         parts = config.batch_size // self.world.readers // self.at_once
         loss = torch.zeros((), device=self.device)
         for number in range(parts):

@@ -46,8 +46,10 @@ SETTINGS = (
     "decay_fading",  # 16
     "momentum_growth",  # 17
     "momentum_growth_start",  # 18
+    "rate_fall",  # 19
+    "rate_fall_start",  # 20
 )
-WIDTH: tl.constexpr = tl.constexpr(19)
+WIDTH: tl.constexpr = tl.constexpr(21)
 
 # Columns of a parameter's coefficients in a step, float32; a row is as wide as the settings'.
 OK: tl.constexpr = tl.constexpr(0)
@@ -113,10 +115,15 @@ def _setting(settings, column: tl.constexpr):
 
 
 @triton.jit
+def _falling(t, power, start):
+    """averaging.falling; t is the step's number less one, like `start`."""
+    return tl.exp(power * tl.log(start / tl.maximum(t, start)))
+
+
+@triton.jit
 def _growing(t, constant, growth, start):
-    """averaging.growing; t is the step's number less one, like `start`."""
-    shrink = tl.exp(growth * tl.log(start / tl.maximum(t, start)))
-    return tl.where(growth > 0, 1.0 - shrink * (1.0 - constant), constant)
+    """averaging.growing, of the same t and `start`."""
+    return tl.where(growth > 0, 1.0 - _falling(t, growth, start) * (1.0 - constant), constant)
 
 
 @triton.jit
@@ -155,7 +162,8 @@ def tick(
     decay2 = _setting(group, 10)
     bias1 = 1.0 - tl.exp(t * tl.log(decay1))
     bias2 = 1.0 - tl.exp(t * tl.log(decay2))
-    eta = eta * _setting(group, 2) * tl.where(_setting(group, 13) > 0, tl.sqrt(bias2), 1.0)
+    fall = _falling(t - 1.0, _setting(group, 19), _setting(group, 20) - 1.0)
+    eta = eta * _setting(group, 2) * tl.where(_setting(group, 13) > 0, tl.sqrt(bias2), 1.0) * fall
     out = coefficients + i * WIDTH
     if AVERAGES:
         at_sum = tl.load(row + WEIGHT_SUM, mask=inside, other=0).to(tl.pointer_type(tl.float64))
@@ -187,7 +195,7 @@ def tick(
     tl.store(out + UNBIAS2, tl.where(moment, bias2, 1.0).to(tl.float32), mask=inside)
     fading = _setting(group, 16)
     decay = _setting(group, 8) * tl.where(fading > 0, fading / tl.maximum(fading + t, 1.0), 1.0)
-    tl.store(out + DECAY, decay.to(tl.float32), mask=inside)
+    tl.store(out + DECAY, (decay / fall).to(tl.float32), mask=inside)
     tl.store(out + EPS, _setting(group, 11).to(tl.float32), mask=inside)
     tl.store(out + RMS, _setting(group, 12).to(tl.float32), mask=inside)
     tl.store(out + MU, mu.to(tl.float32), mask=inside)
