@@ -51,7 +51,7 @@ def test_the_anytime_recipe_follows_from_rate_and_warmup(lr, warmup):
     ("key", "value"),
     [("betas", (0.9, 0.95)), ("momentum", 0.7), ("weight_decay", 0.05), ("weight_decay", 0.0), ("averaging_power", 0.0),
      ("momentum_growth", 0.0), ("momentum_growth_start", 7), ("nesterov", False), ("beta_growth", 0.0),
-     ("beta_growth_start", 7), ("decay_fading", 0), ("averaging_warmup", 9), ("rate_fall", 0.0),
+     ("beta_growth_start", 7), ("decay_fading", 0), ("averaging_warmup", 9), ("rate_fall", 0.1),
      ("rate_fall_start", 7)],
 )  # fmt: skip
 def test_what_is_given_is_kept(key, value):
