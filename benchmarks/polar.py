@@ -21,9 +21,19 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-from anytime.core.polar import COEFFICIENTS, _in_halves, _on_gram, _whole, iteration, polar, svd_polar, unit_norm
+from anytime.core.polar import (
+    COEFFICIENTS,
+    _on_gram,
+    _singly,
+    _singly_on_gram,
+    _whole,
+    iteration,
+    polar,
+    svd_polar,
+    unit_norm,
+)
 
-FORMS = {"whole": _whole, "halves": _in_halves, "Gram": _on_gram}
+FORMS = {"whole": _whole, "Gram": _on_gram, "singly": _singly, "singly, Gram": _singly_on_gram}
 SIDES = {"cpu": ((256, 256), (384, 384), (1536, 384), (384, 1536)), "cuda": ((768, 768), (3072, 768), (5120, 5120))}
 
 

@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anytime.core import polar as forms
 from anytime.core.direction import Batch, Spectral
 from anytime.core.layout import Layout
-from anytime.core.polar import COEFFICIENTS, _in_halves, _on_gram, _on_gram_in_halves, _whole, at_once, iteration, polar
+from anytime.core.polar import COEFFICIENTS, _on_gram, _singly, _singly_on_gram, _whole, at_once, iteration, polar
 
 F64 = torch.float64
 CPU = torch.device("cpu")
-FORMS = {"whole": _whole, "in halves": _in_halves, "on Gram": _on_gram, "on Gram, in halves": _on_gram_in_halves}
+FORMS = {"whole": _whole, "singly": _singly, "on Gram": _on_gram, "singly, on Gram": _singly_on_gram}
 quick = settings(max_examples=60, deadline=None)
 
 
@@ -78,11 +79,26 @@ def hard(kind, m, n):
 HARD = ("random", "orthogonal", "1 to 1e-6", "rank one and little", "rank one", "rank one, spiked", "ones")
 
 
-@pytest.mark.parametrize("shape", [(384, 384), (384, 1536), (1536, 384), (257, 400)])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", [(513, 513), (512, 700), (513, 900)])
+@pytest.mark.parametrize("form", ["singly", "singly, on Gram"])
+def test_large_symmetric_products_are_mirrored(form, shape, turned):
+    X = unit(randn(1, *shape), "newton-schulz")
+    X = X.mT.contiguous().mT if turned else X
+    P = FORMS[form](X, COEFFICIENTS["newton-schulz"])
+    torch.testing.assert_close(P, exact(X, COEFFICIENTS["newton-schulz"]), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize("shape", [(384, 384), (384, 1536), (1536, 384), (257, 400), (513, 600), (800, 513)])
 @pytest.mark.parametrize("kind", HARD)
 @pytest.mark.parametrize("method", COEFFICIENTS)
-def test_float32_keeps_its_digits(method, kind, shape):
-    """At the sizes where halves and Gram matrices are taken; bfloat16 is at 5e-2 on the easiest of these."""
+def test_float32_keeps_its_digits(method, kind, shape, onednn, monkeypatch):
+    """At the sizes where matrices are taken singly, by either library; bfloat16 is at 5e-2 on the easiest of these."""
+    if not onednn:
+        monkeypatch.setattr(forms, "_onednn", lambda: False)
+    elif not forms._onednn():
+        pytest.skip("no AVX-512, or a torch without oneDNN")
     M = hard(kind, min(shape), max(shape))
     M = M.T.contiguous() if shape[0] > shape[1] else M
     expected = exact(M.double() / COEFFICIENTS[method].safety, COEFFICIENTS[method])
@@ -97,23 +113,23 @@ def test_float32_keeps_its_digits(method, kind, shape):
 @pytest.mark.parametrize(
     ("m", "n", "dtype", "device", "form"),
     [
-        (255, 255, torch.float32, "cpu", _whole),
+        (191, 191, torch.float32, "cpu", _whole),
         (63, 9999, torch.float32, "cpu", _whole),
         (64, 127, torch.float32, "cpu", _whole),
         (64, 128, torch.float32, "cpu", _on_gram),
-        (255, 9999, torch.float32, "cpu", _on_gram),
-        (255, 9999, F64, "cpu", _whole),
-        (255, 9999, torch.bfloat16, "cpu", _whole),
-        (255, 9999, torch.float32, "cuda", _whole),
-        (256, 256, torch.float32, "cpu", _in_halves),
-        (256, 383, torch.float32, "cpu", _in_halves),
-        (256, 384, torch.float32, "cpu", _on_gram_in_halves),
-        (256, 384, F64, "cpu", _in_halves),
-        (256, 384, torch.bfloat16, "cpu", _whole),
-        (256, 384, torch.float16, "cpu", _whole),
-        (256, 384, torch.float32, "cuda", _whole),
-        (256, 384, torch.bfloat16, "cuda", _whole),
-        (256, 384, torch.float32, "mps", _whole),
+        (191, 9999, torch.float32, "cpu", _on_gram),
+        (191, 9999, F64, "cpu", _whole),
+        (191, 9999, torch.bfloat16, "cpu", _whole),
+        (191, 9999, torch.float32, "cuda", _whole),
+        (192, 192, torch.float32, "cpu", _singly),
+        (192, 287, torch.float32, "cpu", _singly),
+        (192, 288, torch.float32, "cpu", _singly_on_gram),
+        (192, 288, F64, "cpu", _singly),
+        (192, 288, torch.bfloat16, "cpu", _whole),
+        (192, 288, torch.float16, "cpu", _whole),
+        (192, 288, torch.float32, "cuda", _whole),
+        (192, 288, torch.bfloat16, "cuda", _whole),
+        (192, 288, torch.float32, "mps", _whole),
     ],
 )
 def test_which_form_is_taken(m, n, dtype, device, form):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -109,17 +110,16 @@ def unit_norm(M: Tensor, safety: float = 1.0) -> Tensor:
 # ------------------------------------------------------------ the polynomials
 
 Iteration = Callable[[Tensor, Coefficients], Tensor]
-Symmetric = tuple[Tensor, Tensor, Tensor]
 
 
 def iteration(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Iteration:
     """The cheapest accurate way to iterate on m × n, m ≤ n: on a CPU the Gram matrix saves products from n = 1.5 m or
-    2 m, and costs digits that float32 has to spare; halves save some of those of large matrices."""
+    2 m, and costs digits that float32 has to spare; large matrices are taken one at a time."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.float64) or m < 64:
         return _whole
-    if m < 256:
+    if m < 192:
         return _on_gram if dtype == torch.float32 and n >= 2 * m else _whole
-    return _on_gram_in_halves if dtype == torch.float32 and 2 * n >= 3 * m else _in_halves
+    return _singly_on_gram if dtype == torch.float32 and 2 * n >= 3 * m else _singly
 
 
 def at_once(m: int, n: int, device: torch.device) -> int:
@@ -146,16 +146,6 @@ def _whole(X: Tensor, coefficients: Coefficients) -> Tensor:
     return X
 
 
-def _in_halves(X: Tensor, coefficients: Coefficients) -> Tensor:
-    """The same, with X in an upper and a lower half and symmetric matrices without their fourth block."""
-    halves = _split(X)
-    for a, b, c in coefficients.steps:
-        halves = _apply(_quadratic(_gram(halves), a, b, c), halves)
-    if X.is_contiguous():
-        return torch.cat(halves, dim=-2)
-    return torch.cat([half.mT for half in halves], dim=-1).mT  # as X lies in memory
-
-
 def _on_gram(X: Tensor, coefficients: Coefficients) -> Tensor:
     """X ← Q X at the end alone: B = a + b R + c R², Q ← B Q and R ← B R B for the Gram matrix R = X Xᵀ."""
     R, Q = X @ X.mT, None
@@ -168,65 +158,84 @@ def _on_gram(X: Tensor, coefficients: Coefficients) -> Tensor:
     return X if Q is None else _times(Q, X)
 
 
-def _on_gram_in_halves(X: Tensor, coefficients: Coefficients) -> Tensor:
-    """The same, R without its fourth block.
-
-    All of them commute, up to rounding. R may be taken as symmetric nevertheless, but not Q: that would let the
-    rounding of each step grow with the largest value of Q, and X of nearly rank one is lost to it.
-    """
-    R = _gram(_split(X))
-    Q: tuple[Tensor, Tensor] | None = None
-    for i, (a, b, c) in enumerate(coefficients.steps):
-        B = _quadratic((R[0].clone(), R[1], R[2].clone()), a, b, c)
-        Q = _apply(B, Q) if Q else (torch.cat([B[0], B[1].mT], dim=-1), torch.cat([B[1], B[2]], dim=-1))
-        if i + 1 < len(coefficients.steps):
-            R = _product(_product(B, R), B)
-    return X if Q is None else _times(torch.cat(Q, dim=-2), X)
-
-
 def _times(Q: Tensor, X: Tensor) -> Tensor:
     """Q X, as X lies in memory."""
     return Q @ X if X.is_contiguous() else (X.mT @ Q.mT).mT
 
 
-def _split(X: Tensor) -> tuple[Tensor, Tensor]:
-    half = X.shape[-2] // 2
-    return X[:, :half], X[:, half:]
+def _one(X: Tensor, coefficients: Coefficients) -> Tensor:
+    """As written at the top, X [m, n]."""
+    for a, b, c in coefficients.steps:
+        X = _product(_quadratic(_symmetric(X, X), a, b, c), X.mT)
+    return X
 
 
-def _gram(X: tuple[Tensor, Tensor]) -> Symmetric:
-    """X Xᵀ as its blocks (11, 21, 22)."""
-    upper, lower = X
-    return torch.bmm(upper, upper.mT), torch.bmm(lower, upper.mT), torch.bmm(lower, lower.mT)
+def _one_on_gram(X: Tensor, coefficients: Coefficients) -> Tensor:
+    """`_on_gram` of X [m, n].
+
+    All of them commute, up to rounding. B and R may be taken as symmetric nevertheless, but not Q: that would let the
+    rounding of each step grow with the largest value of Q, and X of nearly rank one is lost to it.
+    """
+    R, Q = _symmetric(X, X), None
+    for i, (a, b, c) in enumerate(coefficients.steps):
+        B = _quadratic(R, a, b, c)
+        Q = B if Q is None else _product(B, Q.mT)
+        if i + 1 < len(coefficients.steps):
+            R = _symmetric(_symmetric(B, R), B)
+    if Q is None:
+        return X
+    return _product(Q, X.mT) if X.is_contiguous() else _product(X.mT, Q).mT  # as X lies in memory
 
 
-def _quadratic(A: Symmetric, a: float, b: float, c: float) -> Symmetric:
-    """a + b A + c A², A spent: as c (A + b/2c)² + a − b²/4c, it is one product and two diagonals."""
-    A = _shifted(A, b / (2 * c))
-    return _shifted(_product(A, A, c), a - b * b / (4 * c))
+def _each(iterate: Iteration, X: Tensor, coefficients: Coefficients) -> Tensor:
+    """One matrix at a time."""
+    out = torch.empty_like(X)
+    for one, place in zip(X, out, strict=True):
+        place.copy_(iterate(one, coefficients))
+    return out
 
 
-def _shifted(A: Symmetric, by: float) -> Symmetric:
-    """A + by, in place."""
-    for block in (A[0], A[2]):
-        block.diagonal(dim1=-2, dim2=-1).add_(by)
-    return A
+_singly = partial(_each, _one)
+_singly_on_gram = partial(_each, _one_on_gram)
 
 
-def _product(A: Symmetric, B: Symmetric, scale: float = 1.0) -> Symmetric:
-    """scale · A B of symmetric matrices that commute; what is added to with beta = 0 gives its shape alone."""
-    (A11, A21, A22), (B11, B21, B22) = A, B
-    return (
-        torch.baddbmm(A11, A11, B11, beta=0, alpha=scale).baddbmm_(A21.mT, B21, alpha=scale),
-        torch.baddbmm(A21, A21, B11, beta=0, alpha=scale).baddbmm_(A22, B21, alpha=scale),
-        torch.baddbmm(A22, A21, B21.mT, beta=0, alpha=scale).baddbmm_(A22, B22, alpha=scale),
-    )
+def _quadratic(A: Tensor, a: float, b: float, c: float) -> Tensor:
+    """a + b A + c A² of symmetric A, as A (c A + b) + a: one product, one pass and two diagonals."""
+    factor = A * c
+    factor.diagonal().add_(b)
+    B = _symmetric(A, factor)
+    B.diagonal().add_(a)
+    return B
 
 
-def _apply(B: Symmetric, X: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """B X."""
-    upper, lower = X
-    return torch.bmm(B[0], upper).baddbmm_(B[1].mT, lower), torch.bmm(B[1], upper).baddbmm_(B[2], lower)
+def _symmetric(A: Tensor, B: Tensor) -> Tensor:
+    """A Bᵀ [n, n] where it is symmetric: of large ones without the fourth block, which is the mirrored third."""
+    n = len(A)
+    if n < 512 or not (A.is_contiguous() and B.is_contiguous()):
+        return _product(A, B)
+    half = n // 2
+    C = A.new_empty(n, n)
+    C[:half, :half] = _product(A[:half], B[:half])
+    C[half:] = _product(A[half:], B)
+    C[:half, half:] = C[half:, :half].mT
+    return C
+
+
+def _product(A: Tensor, B: Tensor) -> Tensor:
+    """A Bᵀ, A [m, k], B [n, k], each contiguous or the transpose of such.
+
+    In float32, on a CPU with AVX-512, by oneDNN: torch's own product is by MKL, which on AMD's does not use it and
+    takes twice as long (on other strides than these oneDNN takes a hundred times as long).
+    """
+    if A.dtype == torch.float32 and not torch.compiler.is_compiling() and _onednn():
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(A, B, None, "none", [], "")
+        return product
+    return A @ B.mT
+
+
+@cache
+def _onednn() -> bool:
+    return torch._C._has_mkldnn and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 # ------------------------------------------------------------ exact, and parts
