@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .core.polar import COEFFICIENTS, polar_flops
+from .core.polar import COEFFICIENTS, polar_flops, product
 from .optim.sf_elementwise import SFAdamW
 from .optim.sf_spectral import SFNorMuon
 from .train.config import Config, merged, nearest, preset
@@ -78,7 +78,8 @@ def measure_rates(device: torch.device) -> Rates:
         return amount / statistics.median(times[1:])
 
     return Rates(
-        per_second(2 * 4 * source.numel(), lambda: copy.copy_(source)), per_second(2.0 * side**3, lambda: a @ b)
+        per_second(2 * 4 * source.numel(), lambda: copy.copy_(source)),
+        per_second(2.0 * side**3, lambda: a @ b if cuda else product(a, b)),
     )
 
 

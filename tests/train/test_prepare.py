@@ -397,6 +397,17 @@ def test_killed_at_any_moment(tmp_path, workers):
     assert contents(out) == contents(tmp_path / "at once")
 
 
+def test_a_script_that_its_workers_would_run_anew_is_told(tmp_path):
+    path, _ = corpus(tmp_path, 300)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(path), str(tmp_path / "out"), "2"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode
+    assert "UserError: a worker died" in found.stderr.splitlines()[-1]
+    assert "if __name__ == '__main__':" in found.stderr.splitlines()[-1]
+
+
 def test_inputs_that_were_mended_go_into_the_same_folder(tmp_path):
     source = tmp_path / "a.jsonl"
     source.write_text('{"text": "some words"}\n{"txt": "a mistake"}\n')

@@ -166,7 +166,7 @@ def _times(Q: Tensor, X: Tensor) -> Tensor:
 def _one(X: Tensor, coefficients: Coefficients) -> Tensor:
     """As written at the top, X [m, n]."""
     for a, b, c in coefficients.steps:
-        X = _product(_quadratic(_symmetric(X, X), a, b, c), X.mT)
+        X = product(_quadratic(_symmetric(X, X), a, b, c), X.mT)
     return X
 
 
@@ -179,12 +179,12 @@ def _one_on_gram(X: Tensor, coefficients: Coefficients) -> Tensor:
     R, Q = _symmetric(X, X), None
     for i, (a, b, c) in enumerate(coefficients.steps):
         B = _quadratic(R, a, b, c)
-        Q = B if Q is None else _product(B, Q.mT)
+        Q = B if Q is None else product(B, Q.mT)
         if i + 1 < len(coefficients.steps):
             R = _symmetric(_symmetric(B, R), B)
     if Q is None:
         return X
-    return _product(Q, X.mT) if X.is_contiguous() else _product(X.mT, Q).mT  # as X lies in memory
+    return product(Q, X.mT) if X.is_contiguous() else product(X.mT, Q).mT  # as X lies in memory
 
 
 def _each(iterate: Iteration, X: Tensor, coefficients: Coefficients) -> Tensor:
@@ -212,16 +212,16 @@ def _symmetric(A: Tensor, B: Tensor) -> Tensor:
     """A Bᵀ [n, n] where it is symmetric: of large ones without the fourth block, which is the mirrored third."""
     n = len(A)
     if n < 512 or not (A.is_contiguous() and B.is_contiguous()):
-        return _product(A, B)
+        return product(A, B)
     half = n // 2
     C = A.new_empty(n, n)
-    C[:half, :half] = _product(A[:half], B[:half])
-    C[half:] = _product(A[half:], B)
+    C[:half, :half] = product(A[:half], B[:half])
+    C[half:] = product(A[half:], B)
     C[:half, half:] = C[half:, :half].mT
     return C
 
 
-def _product(A: Tensor, B: Tensor) -> Tensor:
+def product(A: Tensor, B: Tensor) -> Tensor:
     """A Bᵀ, A [m, k], B [n, k], each contiguous or the transpose of such.
 
     In float32, on a CPU with AVX-512, by oneDNN: torch's own product is by MKL, which on AMD's does not use it and

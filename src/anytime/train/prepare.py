@@ -165,7 +165,10 @@ def prepare(
     except OSError as error:  # all reading raises errors of its own
         raise _unwritable(job.out, error) from error
     except BrokenProcessPool as error:
-        raise UserError("a worker was killed, by lack of memory perhaps: run it again with fewer workers") from error
+        raise UserError(
+            "a worker died: of lack of memory perhaps, then run it again with fewer workers; or in a script that calls"
+            " prepare outside of `if __name__ == '__main__':`, then put it there"
+        ) from error
     return Summary(job.out, meta["vocabulary"], meta["end"], Count(**meta["train"]), Count(**meta["val"]))
 
 
