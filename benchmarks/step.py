@@ -17,7 +17,7 @@ import torch
 from torch.autograd import DeviceType
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-from anytime import bench
+from anytime.bench import peers, race, show
 from anytime.train.device import choose_device
 from anytime.train.runs import Row
 
@@ -40,7 +40,7 @@ def counted(step: Callable[[], None]) -> Row:
 
 def plain(rows: list[Row]) -> str:
     """The table of rows as text."""
-    table = bench.cells(rows)
+    table = show.cells(rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     sides = ["<" if name in ("optimizer", "note") else ">" for name in table[0]]
     return "\n".join(
@@ -52,7 +52,7 @@ def plain(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="One step of every optimizer on the paper's models.")
     parser.add_argument("--presets", nargs="+", default=["125M", "772M"])
-    parser.add_argument("--parts", nargs="+", default=list(bench.PARTS), choices=bench.PARTS)
+    parser.add_argument("--parts", nargs="+", default=list(race.PARTS), choices=race.PARTS)
     parser.add_argument("--device", default="")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--steps", type=int, default=None, help="that the median is of")
@@ -61,12 +61,12 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=None)
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
-    among, missing = bench.chosen(bench.contestants(device), arguments.only)
+    among, missing = peers.chosen(peers.contestants(device), arguments.only)
     found: list[Row] = []
     shown = []
     for preset in arguments.presets:
         for part in arguments.parts:
-            rows = bench.measure(
+            rows = race.measure(
                 preset,
                 part,
                 among,
@@ -77,12 +77,12 @@ def main() -> None:
                 also=counted,
             )
             found += rows
-            shown.append(f"{bench.heading(rows[0])}\n{plain(rows)}\n{bench.floor_line(rows)}\n")
+            shown.append(f"{show.heading(rows[0])}\n{plain(rows)}\n{show.floor_line(rows)}\n")
             if arguments.out is not None:
                 with arguments.out.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in rows)
             if arguments.picture is not None:
-                bench.draw(found, arguments.picture)
+                show.draw(found, arguments.picture)
     if missing:
         print(f"left out, not installed: {', '.join(missing)}\n")
     print("\n".join(shown))

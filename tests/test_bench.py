@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 
-from anytime import SFAdamW, SFNorMuon, bench
-from anytime.bench import Contestant, Listing, Rates
+from anytime import SFAdamW, SFNorMuon
+from anytime.bench import floor, peers, race, show
+from anytime.bench.floor import Rates
+from anytime.bench.peers import Contestant, Listing
 from anytime.core.polar import COEFFICIENTS
 from anytime.optim.reference import ReferenceSFNorMuon
 from anytime.train.config import PRESETS
@@ -21,12 +23,12 @@ GIGA = Rates(1e9, 1e9)
 @pytest.fixture
 def tiny(monkeypatch) -> str:
     monkeypatch.setitem(PRESETS, "tiny", {"model": {"layers": 2, "width": 8, "head": 4, "vocabulary": 16}})
-    monkeypatch.setattr(bench, "measure_rates", lambda device: GIGA)
+    monkeypatch.setattr(race, "measure_rates", lambda device: GIGA)
     return "tiny"
 
 
 def of(name: str) -> Contestant:
-    return next(c for c in bench.contestants(CPU) if c.name == name)
+    return next(c for c in peers.contestants(CPU) if c.name == name)
 
 
 # ------------------------------------------------------------------ the floor
@@ -37,10 +39,10 @@ def of(name: str) -> Contestant:
     [("125M", (2.06, 1.445, 1.07)), ("772M", (28.7, 20.1, 14.9))],  # milliseconds at 790 TFLOP/s, counted by hand
 )
 def test_products_of_the_papers_models(preset, forms):
-    matrices, _ = bench.preset_shapes(preset)
+    matrices, _ = race.preset_shapes(preset)
     options = ({"symmetric": False, "gram": False}, {"gram": False}, {})
     for option, expected in zip(options, forms, strict=True):
-        found = sum(bench.polar_flops(*shape, **option) for shape in matrices.values())
+        found = sum(floor.polar_flops(*shape, **option) for shape in matrices.values())
         assert found / 790e9 == pytest.approx(expected, rel=5e-3)
 
 
@@ -50,10 +52,10 @@ def test_products_of_one_matrix():
     naive = 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
     half = 5 * (m * m * n + m**3 + 2 * m * m * n)
     for shape in ((m, n), (n, m)):
-        assert bench.polar_flops(*shape, symmetric=False, gram=False) == pytest.approx(naive)
-        assert bench.polar_flops(*shape) == pytest.approx(half)
-    assert bench.polar_flops(4, 12) == (6 * 3 + 14) * 64  # from a ratio of 3 on the Gram matrix
-    assert bench.polar_flops(4, 11) == pytest.approx((15 * 11 / 4 + 5) * 64)
+        assert floor.polar_flops(*shape, symmetric=False, gram=False) == pytest.approx(naive)
+        assert floor.polar_flops(*shape) == pytest.approx(half)
+    assert floor.polar_flops(4, 12) == (6 * 3 + 14) * 64  # from a ratio of 3 on the Gram matrix
+    assert floor.polar_flops(4, 11) == pytest.approx((15 * 11 / 4 + 5) * 64)
 
 
 def test_products_of_four_steps():
@@ -70,34 +72,34 @@ def test_products_of_four_steps():
                 total += n**3 * (step > 0)  # Q F
         return total
 
-    assert bench.polar_flops(512, 2048, four) == counted(512, 2048, 4)
-    assert bench.polar_flops(2044, 511, four) == counted(511, 2044, 2, 2)
-    assert bench.polar_flops(6, 10, four) == pytest.approx(bench.polar_flops(6, 10) * 4 / 5)
+    assert floor.polar_flops(512, 2048, four) == counted(512, 2048, 4)
+    assert floor.polar_flops(2044, 511, four) == counted(511, 2044, 2, 2)
+    assert floor.polar_flops(6, 10, four) == pytest.approx(floor.polar_flops(6, 10) * 4 / 5)
 
 
 @pytest.mark.parametrize(
     ("dtype", "matrix", "rest"), [(torch.float32, 32, 28), (torch.bfloat16, 34, 30), (torch.float16, 34, 30)]
 )
 def test_bytes_of_a_parameter(dtype, matrix, rest):
-    assert bench.moved_bytes(dtype, matrix=True) == matrix
-    assert bench.moved_bytes(dtype, matrix=False) == rest
+    assert floor.moved_bytes(dtype, matrix=True) == matrix
+    assert floor.moved_bytes(dtype, matrix=False) == rest
 
 
 def test_the_floor_by_hand():
     matrices, rest = {"a": (4, 4), "b": (12, 4)}, {"e": (10, 4)}
     rates = Rates(bandwidth=100.0, products=1000.0)
-    found = bench.floor_seconds(matrices, rest, torch.float32, rates)
+    found = floor.floor_seconds(matrices, rest, torch.float32, rates)
     assert found == pytest.approx((64 * 32 + 40 * 28) / 100 + (20 * 64 + 32 * 64) / 1000)
-    elementwise = bench.floor_seconds(matrices, rest, torch.float32, rates, None)
+    elementwise = floor.floor_seconds(matrices, rest, torch.float32, rates, None)
     assert elementwise == pytest.approx(104 * 28 / 100)
 
 
 def test_the_measured_rates_are_rates(monkeypatch):
     """By a clock that goes a second at a time: ten copies a second, and ten products."""
     seconds = iter(range(100))
-    monkeypatch.setattr(bench, "_settled", lambda device: next(seconds))
+    monkeypatch.setattr(floor, "settled", lambda device: next(seconds))
     monkeypatch.setattr(torch, "ones", lambda size, device: torch.zeros(1000))
-    rates = bench.measure_rates(CPU)
+    rates = floor.measure_rates(CPU)
     assert rates.bandwidth == pytest.approx(10 * 2 * 4 * 1000)  # read and written
     assert rates.products == pytest.approx(10 * 2 * 1024**3)
 
@@ -113,7 +115,7 @@ def test_the_listing_is_sf_normuon(shape):
     options = {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.1, "warmup_steps": 3}
 
     def polar(M):
-        return bench.newton_schulz(M).float()
+        return peers.newton_schulz(M).float()
 
     theirs, ours = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     listing = Listing([theirs], betas=(0.9, 0.95), polar=polar, **options)
@@ -136,7 +138,7 @@ def test_the_listings_polar_factor_is_newton_schulz_in_bfloat16():
     torch.manual_seed(0)
     for shape in ((16, 16), (8, 32), (32, 8)):
         M = torch.randn(shape)
-        found = bench.newton_schulz(M)
+        found = peers.newton_schulz(M)
         assert found.dtype == torch.bfloat16
         assert (found.float() - polar(M)).norm() < 0.05 * polar(M).norm()
 
@@ -145,7 +147,7 @@ def test_the_listings_polar_factor_is_newton_schulz_in_bfloat16():
 
 
 def test_ours_come_first_and_graphs_only_on_cuda():
-    here, there = bench.contestants(CPU), bench.contestants(torch.device("cuda"))
+    here, there = peers.contestants(CPU), peers.contestants(torch.device("cuda"))
     assert [c.name for c in here if c.ours] == ["SFNorMuon", "SFNorMuon, four steps", "SFAdamW"]
     with_graph = ["SFNorMuon, graph", "SFNorMuon, four steps, graph", "SFAdamW, graph"]
     assert [c.name for c in there if c.ours] == [*with_graph, *(c.name for c in here if c.ours)]
@@ -156,40 +158,40 @@ def test_ours_come_first_and_graphs_only_on_cuda():
 
 def test_the_graph_is_asked_for():
     weights = [("w", torch.nn.Parameter(torch.randn(4, 4)))]
-    there = {c.name: c for c in bench.contestants(torch.device("cuda"))}
+    there = {c.name: c for c in peers.contestants(torch.device("cuda"))}
     for name, more in (
         ("SFNorMuon", {}), ("SFAdamW", {}), ("SFNorMuon, four steps", {"polar": "polar-express-4"}),
     ):  # fmt: skip
         asked: dict[str, object] = {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bench, name.split(",")[0], lambda params, asked=asked, **options: asked.update(options))
+            patch.setattr(peers, name.split(",")[0], lambda params, asked=asked, **options: asked.update(options))
             there[f"{name}, graph"].make(weights)
         assert asked == {"graph": True, **more}
 
 
 def test_only_names_choose_whatever_their_spelling():
-    among = bench.contestants(CPU)
-    assert [c.name for c in bench.chosen(among, ["sf-normuon"])[0]] == ["SFNorMuon", "SFNorMuon, four steps"]
-    assert [c.name for c in bench.chosen(among, ["torch-adamw", "LISTING"])[0]] == [
+    among = peers.contestants(CPU)
+    assert [c.name for c in peers.chosen(among, ["sf-normuon"])[0]] == ["SFNorMuon", "SFNorMuon, four steps"]
+    assert [c.name for c in peers.chosen(among, ["torch-adamw", "LISTING"])[0]] == [
         "paper's listing",
         "torch AdamW, fused",
     ]
     with pytest.raises(UserError, match="did you mean 'SFAdamW'"):
-        bench.chosen(among, ["SFAdmaW"])
+        peers.chosen(among, ["SFAdmaW"])
 
 
 def test_a_package_that_is_missing_leaves_all_its_optimizers_out():
     among = [Contestant("a", SFAdamW, ours=True), Contestant("b one", SFAdamW, "no_such_package")]
     among.append(Contestant("b two", SFAdamW, "no_such_package"))
-    found, missing = bench.chosen(among, [])
+    found, missing = peers.chosen(among, [])
     assert [c.name for c in found] == ["a"]
     assert missing == ["no_such_package"]
-    assert bench.chosen(among, ["a"]) == ([among[0]], [])  # of those not asked for nothing is said
+    assert peers.chosen(among, ["a"]) == ([among[0]], [])  # of those not asked for nothing is said
 
 
 def test_nothing_left_to_measure():
     with pytest.raises(UserError, match="nothing to measure: no_such_package is not installed"):
-        bench.chosen([Contestant("b", SFAdamW, "no_such_package"), of("SFAdamW")], ["b"])
+        peers.chosen([Contestant("b", SFAdamW, "no_such_package"), of("SFAdamW")], ["b"])
 
 
 def test_versions_of_peers():
@@ -202,7 +204,7 @@ def test_versions_of_peers():
 
 
 def test_shapes_of_a_preset():
-    matrices, rest = bench.preset_shapes("125M")
+    matrices, rest = race.preset_shapes("125M")
     assert len(matrices) == 72
     assert matrices["blocks.3.up.weight"] == (3072, 768)
     assert rest == {"embedding.weight": (50304, 768)}
@@ -211,7 +213,7 @@ def test_shapes_of_a_preset():
 @pytest.mark.parametrize(("part", "parameters"), [("matrices", 1536), ("all", 1536 + 128)])
 def test_rows_are_complete(tiny, part, parameters):
     among = [of(name) for name in ("SFNorMuon", "SFAdamW", "paper's listing", "torch AdamW, fused", "torch Muon")]
-    rows = bench.measure(tiny, part, among, CPU, steps=3, also=lambda step: {"kernels": 7})
+    rows = race.measure(tiny, part, among, CPU, steps=3, also=lambda step: {"kernels": 7})
     assert [row["contestant"] for row in rows] == [c.name for c in among]
     for row, contestant in zip(rows, among, strict=True):
         assert "error" not in row
@@ -238,7 +240,7 @@ def test_narrow_weights(tiny):
         seen.extend((p.dtype, p.grad.dtype) for _, p in named)
         return SFNorMuon(named)
 
-    (row,) = bench.measure(tiny, "all", [Contestant("x", make, ours=True)], CPU, steps=1, dtype=torch.bfloat16)
+    (row,) = race.measure(tiny, "all", [Contestant("x", make, ours=True)], CPU, steps=1, dtype=torch.bfloat16)
     assert row["dtype"] == "bfloat16"
     assert {*seen} == {(torch.bfloat16, torch.bfloat16)}
 
@@ -270,12 +272,12 @@ def test_each_has_weights_and_gradients_of_its_own_that_are_the_same_at_every_st
     logs: list[list] = [[], [], []]
     writes = zip("abc", logs, (spoil, drop, None), strict=True)
     among = [Contestant(name, spy(log, write)) for name, log, write in writes]
-    rows = bench.measure(tiny, "all", among, CPU, steps=2)
+    rows = race.measure(tiny, "all", among, CPU, steps=2)
     assert not any("error" in row for row in rows)
     first = [value for _, _, value in logs[2][0]]
     storages = []
     for log in logs:
-        assert len(log) == bench.WARMUP["cpu"] + 2
+        assert len(log) == race.WARMUP["cpu"] + 2
         for step in log:
             for (p, grad, value), (p0, grad0, _), expected in zip(step, log[0], first, strict=True):
                 assert p is p0
@@ -295,7 +297,7 @@ def test_they_take_turns(tiny):
     def noting(name):
         return Contestant(name, spy([], lambda p: order.append(name) if p.numel() == 128 else None))
 
-    bench.measure(tiny, "all", [noting("a"), noting("b")], CPU, steps=3)
+    race.measure(tiny, "all", [noting("a"), noting("b")], CPU, steps=3)
     assert "".join(order) == "aa" + "bb" + "ababab"
 
 
@@ -313,7 +315,7 @@ def test_one_that_fails_is_noted_and_the_others_go_on(tiny, when):
             raise ValueError("first line\nsecond line")
         return spy(log, fail)(params)
 
-    rows = bench.measure(tiny, "all", [Contestant("bad", make), of("SFAdamW")], CPU, steps=2, also=lambda s: s() or {})
+    rows = race.measure(tiny, "all", [Contestant("bad", make), of("SFAdamW")], CPU, steps=2, also=lambda s: s() or {})
     assert rows[0]["error"] == "ValueError: first line"
     assert "wall_ms" not in rows[0]
     assert "error" not in rows[1]
@@ -324,7 +326,7 @@ def test_heats():
     among = [Contestant(str(i), SFAdamW) for i in range(7)]
 
     def names(each, room):
-        return [[c.name for c in heat] for heat in bench.heats(among, each, room)]
+        return [[c.name for c in heat] for heat in race.heats(among, each, room)]
 
     assert names(10, 70) == [["0", "1", "2", "3", "4", "5", "6"]]
     assert names(10, 69) == [["0", "2", "4", "6"], ["1", "3", "5"]]
@@ -332,9 +334,9 @@ def test_heats():
 
 
 def test_heats_lose_nobody_and_keep_the_order(tiny, monkeypatch):
-    monkeypatch.setattr(bench, "_room", lambda device: 2 * bench.BYTES * 1664)
+    monkeypatch.setattr(race, "_room", lambda device: 2 * race.BYTES * 1664)
     among = [Contestant(name, spy([])) for name in "abcde"]
-    rows = bench.measure(tiny, "all", among, CPU, steps=1)
+    rows = race.measure(tiny, "all", among, CPU, steps=1)
     assert [row["contestant"] for row in rows] == list("abcde")
     assert [row["heat"] for row in rows] == [0, 1, 2, 0, 1]
 
@@ -349,8 +351,8 @@ def test_state_is_counted_once_wherever_it_lies():
         optimizer = Inner()
         state = {1: {0: [b, (a,)]}}  # noqa: RUF012
 
-    assert bench.state_bytes([Outer()]) == 12 + 16 + 20
-    assert bench.state_bytes([Outer(), Inner()]) == 12 + 16 + 20
+    assert race.state_bytes([Outer()]) == 12 + 16 + 20
+    assert race.state_bytes([Outer(), Inner()]) == 12 + 16 + 20
 
 
 # -------------------------------------------------------------------- showing
@@ -366,23 +368,23 @@ ROWS = [
 
 
 def test_cells_without_empty_columns():
-    assert bench.cells(ROWS) == [
+    assert show.cells(ROWS) == [
         ["optimizer", "step ms", "of the floor", "state MiB", "note"],
         ["a", "1,234.57", "25%", "3.0", ""],
         ["b", "2.00", "50%", "1.0", "the rest: torch AdamW, fused"],
         ["c", "", "", "", "ValueError: no"],
     ]
     more = {"device_ms": 1.0, "host_ms": 0.5, "extra_bytes": 1 << 19, "kernels": 40, "launches": 1}
-    (head, line) = bench.cells([{**ROWS[0], **more}])
+    (head, line) = show.cells([{**ROWS[0], **more}])
     assert head == ["optimizer", "step ms", "of the floor", "device ms", "host ms", "state MiB", "extra MiB", "kernels",
                     "launches"]  # fmt: skip
     assert line[3:] == ["1.00", "0.50", "3.0", "0.5", "40", "1"]
 
 
 def test_what_stands_around_the_table():
-    assert bench.heading(ROWS[0]) == "tiny, all parameters: 2.5M in float32 on cpu, torch 2, median of 2"
-    assert bench.heading({**ROW, "part": "matrices"}).startswith("tiny, 3 matrices: ")
-    assert bench.floor_line(ROWS) == (
+    assert show.heading(ROWS[0]) == "tiny, all parameters: 2.5M in float32 on cpu, torch 2, median of 2"
+    assert show.heading({**ROW, "part": "matrices"}).startswith("tiny, 3 matrices: ")
+    assert show.floor_line(ROWS) == (
         "floor: 0.50 ms with a polar factor, 0.25 ms without a polar factor "
         "(at 2 GB/s and 3.00 TFLOP/s, measured in this run)"
     )
@@ -390,20 +392,20 @@ def test_what_stands_around_the_table():
 
 def test_the_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    bench.draw([*ROWS, {**ROWS[1], "part": "matrices"}], tmp_path / "bars.svg")
+    show.draw([*ROWS, {**ROWS[1], "part": "matrices"}], tmp_path / "bars.svg")
     drawn = (tmp_path / "bars.svg").read_text()
     for words in ("tiny, all parameters", "tiny, 3 matrices", "1.23e+03", "floor 0.5"):
         assert f"<!-- {words}" in drawn
     assert "<!-- c -->" not in drawn  # it has no time
-    assert drawn.count(bench.COLOURS[True, True]) == 1
-    assert drawn.count(bench.COLOURS[False, True]) == 2
+    assert drawn.count(show.COLOURS[True, True]) == 1
+    assert drawn.count(show.COLOURS[False, True]) == 2
 
 
 def test_a_picture_that_cannot_be_drawn(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="must end in"):
-        bench.draw(ROWS, tmp_path / "bars.txt")
+        show.draw(ROWS, tmp_path / "bars.txt")
     with pytest.raises(UserError, match="every optimizer failed"):
-        bench.draw(ROWS[2:], tmp_path / "bars.svg")
+        show.draw(ROWS[2:], tmp_path / "bars.svg")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match="pip install matplotlib"):
-        bench.draw(ROWS, tmp_path / "bars.svg")
+        show.draw(ROWS, tmp_path / "bars.svg")

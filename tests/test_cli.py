@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import anytime
-from anytime import SFAdamW, bench, cli
+from anytime import SFAdamW, cli
+from anytime.bench import floor, peers, race
 from anytime.cli import main
 from anytime.train.checkpoint import read_resume
 from anytime.train.config import FILLED, PRESETS, Config, merged, preset, read_toml, to_toml
@@ -631,7 +632,7 @@ def test_a_vocabulary_too_small_for_the_data_says_what_to_set(here, capsys):
 def tiny(monkeypatch, tmp_path) -> Path:
     """A preset of two layers, and rates that need no measuring."""
     monkeypatch.setitem(PRESETS, "tiny", {"model": {"layers": 2, "width": 8, "head": 4, "vocabulary": 16}})
-    monkeypatch.setattr(bench, "measure_rates", lambda device: bench.Rates(1e9, 1e9))
+    monkeypatch.setattr(race, "measure_rates", lambda device: floor.Rates(1e9, 1e9))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -663,7 +664,7 @@ def test_bench_chooses_by_the_device(tiny, monkeypatch, capsys):
         seen.append((name, part, [c.name for c in among], device.type, str(dtype), steps))
         raise UserError("enough")
 
-    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(race, "measure", measure)
     assert fails(["bench"], capsys) == "enough"
     ((name, part, names, device, dtype, steps),) = seen
     assert name == {"cuda": "125M", "cpu": "2M"}[device]
@@ -675,9 +676,9 @@ def test_bench_says_what_is_not_installed_and_what_failed(tiny, monkeypatch, cap
     def broken(params):
         raise RuntimeError("no such kernel\nand more")
 
-    among = [bench.Contestant("mine", SFAdamW, ours=True), bench.Contestant("broken", broken)]
-    among.append(bench.Contestant("absent", broken, module="no_such_package"))
-    monkeypatch.setattr(bench, "contestants", lambda device: among)
+    among = [peers.Contestant("mine", SFAdamW, ours=True), peers.Contestant("broken", broken)]
+    among.append(peers.Contestant("absent", broken, module="no_such_package"))
+    monkeypatch.setattr(peers, "contestants", lambda device: among)
     assert main(["bench", "--preset", "tiny", "--steps", "1", "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert "RuntimeError: no such kernel" in said
@@ -701,7 +702,7 @@ def test_bench_says_what_is_not_installed_and_what_failed(tiny, monkeypatch, cap
 def test_bench_says_what_is_wrong_in_a_line(tiny, monkeypatch, arguments, words, capsys):
     given = arguments if "--only" in arguments else [*arguments, "--only", "SFAdamW"]
     given = given if "--preset" in arguments else ["--preset", "tiny", *given]
-    monkeypatch.setattr(bench, "_race", None)  # found before anything is measured
+    monkeypatch.setattr(race, "_race", None)  # found before anything is measured
     assert main(["bench", "--steps", "1", *given]) == 1
     assert capsys.readouterr().err.startswith(f"error: {words}")
 

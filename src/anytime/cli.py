@@ -475,17 +475,17 @@ def bench(
     from rich.console import Console
     from rich.table import Table
 
-    from . import bench as room
+    from .bench import peers, race, show
     from .train.device import choose_device
     from .train.runs import Lines
 
     where = choose_device(device)
-    among, missing = room.chosen(room.contestants(where), only)
-    presets = preset or (room.PRESET["cuda" if where.type == "cuda" else "cpu"],)
+    among, missing = peers.chosen(peers.contestants(where), only)
+    presets = preset or (race.PRESET["cuda" if where.type == "cuda" else "cpu"],)
     for name in presets:
         settings.preset(name)
     if picture:
-        room.figure_class(Path(picture))
+        show.figure_class(Path(picture))
     lines = Lines(Path(out))
 
     def write(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -498,23 +498,23 @@ def bench(
     console = Console(file=sys.stdout, highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
     found = []
     for name in presets:
-        for each in room.PARTS if part == "both" else (part,):
+        for each in race.PARTS if part == "both" else (part,):
             with console.status(f"{name}, {each}") as shown:
                 kind = getattr(torch, dtype)
-                rows = room.measure(name, each, among, where, dtype=kind, steps=steps, tell=shown.update)
+                rows = race.measure(name, each, among, where, dtype=kind, steps=steps, tell=shown.update)
             found += rows
-            head, *body = room.cells(rows)
+            head, *body = show.cells(rows)
             table = Table()
             for i, title in enumerate(head):
                 table.add_column(title, justify="left" if title in ("optimizer", "note") else "right", no_wrap=i == 0)
             for row, line in zip(rows, body, strict=True):
                 table.add_row(*line, style="bold" if row["ours"] else "red" if "error" in row else "")
-            console.print(room.heading(rows[0]), table, room.floor_line(rows), sep="\n", soft_wrap=True)
+            console.print(show.heading(rows[0]), table, show.floor_line(rows), sep="\n", soft_wrap=True)
             write(rows)
     if missing:
         _say(f"left out, not installed: {', '.join(missing)}")
     if picture:
-        room.draw(found, Path(picture))
+        show.draw(found, Path(picture))
         _say(f"Picture: {Path(picture).resolve()}")
     return 0
 
