@@ -31,6 +31,7 @@ ROOMS = (
     "integrations",
     "bench",
     "studies",
+    "commands",
     "cli",
     "__main__",
 )
