@@ -136,6 +136,15 @@ def test_which_form_is_taken(m, n, dtype, device, form):
     assert iteration(m, n, dtype, torch.device(device)) is form
 
 
+def test_products_are_onednns_where_the_cpu_has_avx_512_and_torch_may_use_it(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert forms._onednn() == torch.backends.mkldnn.is_available()
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not forms._onednn()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert not forms._onednn()
+
+
 def test_float64_keeps_all_of_its_digits():
     """Where float32 would take the Gram matrix."""
     X = unit(randn(256, 512), "newton-schulz")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -227,15 +227,15 @@ def product(A: Tensor, B: Tensor) -> Tensor:
     In float32, on a CPU with AVX-512, by oneDNN: torch's own product is by MKL, which on AMD's does not use it and
     takes twice as long (on other strides than these oneDNN takes a hundred times as long).
     """
-    if A.dtype == torch.float32 and not torch.compiler.is_compiling() and _onednn():
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(A, B, None, "none", [], "")
-        return product
+    if A.dtype == torch.float32 and A.device.type == "cpu" and not torch.compiler.is_compiling() and _onednn():
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(A, B, None, "none", [], "")
+        return found
     return A @ B.mT
 
 
-@cache
 def _onednn() -> bool:
-    return torch._C._has_mkldnn and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    backends = torch.backends
+    return bool(torch._C._has_mkldnn and backends.mkldnn.enabled and backends.cpu.get_cpu_capability() == "AVX512")
 
 
 # ------------------------------------------------------------ exact, and parts
