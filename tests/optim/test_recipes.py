@@ -37,13 +37,14 @@ def test_the_anytime_recipe_follows_from_rate_and_warmup(lr, warmup):
     wanted = {"betas": (0.4, 0.95), "momentum": 0.8, "averaging_power": 3.0, "beta_growth": 0.4}
     wanted |= {"momentum_growth": 0.3, "momentum_growth_start": start, "nesterov": True}
     wanted |= {"beta_growth_start": start, "decay_fading": start, "averaging_warmup": 0}
+    wanted |= {"rate_fall": 0.15, "rate_fall_start": start}
     matrix, rest = groups(recipe="anytime", lr=lr, warmup_steps=warmup)
     assert {key: matrix[key] for key in wanted} == wanted
     fades = lr * matrix["weight_decay"] * matrix["decay_fading"]
     assert fades == pytest.approx(2) if lr * start > 4 else matrix["weight_decay"] == 0.5
     assert fades <= 2 * (1 + 1e-12)
     assert (rest["betas"], rest["weight_decay"]) == ((0.4, 0.99), 0.0)
-    for key in ("averaging_power", "beta_growth", "beta_growth_start", "decay_fading"):
+    for key in ("averaging_power", "beta_growth", "beta_growth_start", "decay_fading", "rate_fall", "rate_fall_start"):
         assert rest[key] == matrix[key]
 
 
@@ -51,7 +52,7 @@ def test_the_anytime_recipe_follows_from_rate_and_warmup(lr, warmup):
     ("key", "value"),
     [("betas", (0.9, 0.95)), ("momentum", 0.7), ("weight_decay", 0.05), ("weight_decay", 0.0), ("averaging_power", 0.0),
      ("momentum_growth", 0.0), ("momentum_growth_start", 7), ("nesterov", False), ("beta_growth", 0.0),
-     ("beta_growth_start", 7), ("decay_fading", 0), ("averaging_warmup", 9), ("rate_fall", 0.1),
+     ("beta_growth_start", 7), ("decay_fading", 0), ("averaging_warmup", 9), ("rate_fall", 0.0),
      ("rate_fall_start", 7)],
 )  # fmt: skip
 def test_what_is_given_is_kept(key, value):

@@ -138,6 +138,7 @@ RECIPE = "anytime"
 PARTS: dict[str, dict[str, Any]] = {
     "β constant": {"betas": (0.9, 0.95), "beta_growth": 0.0},
     "μ constant": {"momentum_growth": 0.0, "nesterov": False},
+    "rate constant": {"rate_fall": 0.0},
     "weights uniform": {"averaging_power": 0.0},
     "decay constant": {"decay_fading": 0, "weight_decay": 0.05},
     "embeddings decay too": {"adam_weight_decay": 0.5},
