@@ -37,7 +37,7 @@ def test_the_anytime_recipe_follows_from_rate_and_warmup(lr, warmup):
     wanted = {"betas": (0.4, 0.95), "momentum": 0.8, "averaging_power": 3.0, "beta_growth": 0.4}
     wanted |= {"momentum_growth": 0.3, "momentum_growth_start": start, "nesterov": True}
     wanted |= {"beta_growth_start": start, "decay_fading": start, "averaging_warmup": 0}
-    wanted |= {"rate_fall": 0.15, "rate_fall_start": start}
+    wanted |= {"rate_fall": 0.3, "rate_fall_start": start}
     matrix, rest = groups(recipe="anytime", lr=lr, warmup_steps=warmup)
     assert {key: matrix[key] for key in wanted} == wanted
     fades = lr * matrix["weight_decay"] * matrix["decay_fading"]
