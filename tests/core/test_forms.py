@@ -141,6 +141,23 @@ def test_which_form_is_taken(m, n, dtype, device, form):
     assert iteration(m, n, dtype, torch.device(device)) is form
 
 
+@pytest.mark.parametrize("shape", [(2, 200, 200), (2, 200, 500)])
+def test_large_matrices_compile_to_one_graph(shape):
+    """Together: one at a time they would be written out each."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    M = randn(*shape).float()
+    found = torch.compile(polar, fullgraph=True, backend=backend)(M)
+    torch._dynamo.reset()
+    torch.testing.assert_close(found, polar(M), rtol=0, atol=1e-4)
+    assert sum("matmul" in str(node.target) or "baddbmm" in str(node.target) for node in graphs[0].graph.nodes) < 20
+
+
 def test_products_are_onednns_where_the_cpu_has_avx_512_and_torch_may_use_it(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert forms._onednn() == torch.backends.mkldnn.is_available()

@@ -114,10 +114,11 @@ Iteration = Callable[[Tensor, Coefficients], Tensor]
 
 def iteration(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Iteration:
     """The cheapest accurate way to iterate on m × n, m ≤ n: on a CPU the Gram matrix saves products from n = 1.5 m or
-    2 m, and costs digits that float32 has to spare; large matrices are taken one at a time."""
+    2 m, and costs digits that float32 has to spare; large matrices are taken one at a time, but where a compiler would
+    write all of them out."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.float64) or m < 64:
         return _whole
-    if m < 192:
+    if m < 192 or torch.compiler.is_compiling():
         return _on_gram if dtype == torch.float32 and n >= 2 * m else _whole
     return _singly_on_gram if dtype == torch.float32 and 2 * n >= 3 * m else _singly
 
@@ -227,7 +228,7 @@ def product(A: Tensor, B: Tensor) -> Tensor:
     In float32, on a CPU with AVX-512, by oneDNN: torch's own product is by MKL, which on AMD's does not use it and
     takes twice as long (on other strides than these oneDNN takes a hundred times as long).
     """
-    if A.dtype == torch.float32 and A.device.type == "cpu" and not torch.compiler.is_compiling() and _onednn():
+    if A.dtype == torch.float32 and A.device.type == "cpu" and _onednn():
         found: Tensor = torch.ops.mkldnn._linear_pointwise(A, B, None, "none", [], "")
         return found
     return A @ B.mT
