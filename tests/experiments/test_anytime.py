@@ -36,6 +36,7 @@ from anytime.experiments.anytime import (
 from anytime.experiments.recipes import MissingRow
 from anytime.experiments.regret import Regret, span, student, token_ratio
 from anytime.experiments.search import FARTHEST, Try, bracket, coordinates, search
+from anytime.optim import sf_spectral
 from anytime.train.errors import UserError
 
 NANO = dataclasses.replace(STUDIES["nano"], tries=TRIES, later=LATER)
@@ -270,7 +271,7 @@ def test_every_search_begins_on_its_axes():
 
 def test_all_runs_can_be_trained():
     """Their settings are of optimizers that take them, at every study; and no two runs are the same."""
-    from anytime.train.build import OURS, optimizer_class, with_horizon
+    from anytime.train.build import OURS, optimizer_class, settled
     from anytime.train.model import GPT
 
     model = GPT(NANO.run(METHODS["anytime"], Try((), 0), 1, 0).config.model)
@@ -279,7 +280,7 @@ def test_all_runs_can_be_trained():
         for method in METHODS.values():
             for setting in every(method):
                 run = study.run(method, Try.of(setting, 0), study.horizons[0], 0)
-                config = with_horizon(run.config)
+                config = settled(run.config)
                 assert run.steps == study.steps(study.horizons[0] * (1 + method.after))
                 keys.append(run.key)
                 said = {k: v for k, v in run.settings["optimizer"].items() if k not in OURS}
@@ -290,7 +291,7 @@ def test_all_runs_can_be_trained():
 
 
 def test_a_method_is_what_it_says_and_nothing_of_a_preset():
-    from anytime.train.config import OptimizerConfig, flat, plain
+    from anytime.train.config import FILLED, OptimizerConfig, flat, plain
 
     usual = flat(plain(OptimizerConfig()))
     for method in METHODS.values():
@@ -303,6 +304,7 @@ def test_a_method_is_what_it_says_and_nothing_of_a_preset():
             "lr",
             "warmup_steps",
             *(["horizon"] if method.scheduled else []),
+            *(FILLED if "recipe" in method.options else []),
         }
         assert said <= stated, method.name
 
@@ -349,7 +351,7 @@ def made_up(study: Study, run, offset=0.0):
     free = "to " not in run.name.split(",")[0]
     asked = run.config.optimizer
     away = abs(round(2 * math.log2(asked.lr / study.rate)) / 2 - (1.0 if free else -0.5))
-    worse = 0.05 * (asked.momentum not in (0.9, None)) + 0.03 * (asked.schedule == "linear")
+    worse = 0.05 * (run.settings["optimizer"].get("momentum") not in (0.9, None)) + 0.03 * (asked.schedule == "linear")
     if run.name.startswith("NorMuon"):
         worse += 0.02 * (asked.weight_decay != 0.2)
     worse += 0.2 * sum(part in run.name for part in PARTS)
@@ -471,6 +473,18 @@ def test_what_was_chosen_stays(whole, tmp_path):
     assert again["AMUSE"] == other
     with pytest.raises(UserError, match=r"was chosen at rates of 0\.05, the study's is 0\.1"):
         freeze(path, dataclasses.replace(NANO, rate=0.1), {})
+
+
+def test_a_recipe_that_was_frozen_cannot_change(whole, tmp_path, monkeypatch):
+    _, _, choices, _ = whole
+    path = tmp_path / "frozen.json"
+    freeze(path, NANO, choices)
+    assert json.loads(path.read_text())["anytime"]["optimizer"]["momentum_growth"] == 0.3
+    assert frozen(path, NANO) == choices
+    plain = sf_spectral.RECIPES["anytime"]
+    monkeypatch.setitem(sf_spectral.RECIPES, "anytime", lambda lr, warmup: plain(lr, warmup) | {"momentum": 0.1})
+    with pytest.raises(UserError, match=r"anytime has changed since it was frozen: momentum: 0\.1 was 0\.8$"):
+        frozen(path, NANO)
 
 
 def test_settings_may_come_from_another_study(whole, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import torch
 from anytime.experiments import grid as room
 from anytime.experiments.grid import Estimate, Grid, duration, read_grid
 from anytime.experiments.run import Run, rounded, thin
+from anytime.optim import sf_spectral
 from anytime.train import UserError, evaluate_model, load, merged, train
 from anytime.train.checkpoint import read_resume, read_tensors, weights
 from anytime.train.runs import read_lines
@@ -70,6 +71,16 @@ def test_what_is_there_is_not_run_again(grid, monkeypatch):
     later = again(grid)
     assert later.missing([run(), run("b")]) == [run("b")]
     later.fill([run(), run(log_every=5), run(threads=2)])  # how it is run is not what it is
+
+
+def test_a_changed_recipe_is_another_run(monkeypatch):
+    one = run(optimizer={"recipe": "anytime", "lr": 0.01})
+    assert one.key == run(optimizer={"recipe": "anytime", "lr": 0.01}).key  # and made, once
+    plain = sf_spectral.RECIPES["anytime"]
+    monkeypatch.setitem(sf_spectral.RECIPES, "anytime", lambda lr, warmup: plain(lr, warmup) | {"momentum": 0.1})
+    other = run(optimizer={"recipe": "anytime", "lr": 0.01})
+    assert one.key != other.key
+    assert one.settings == other.settings
 
 
 def test_changed_settings_are_run_again(grid):

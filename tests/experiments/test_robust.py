@@ -32,7 +32,7 @@ from anytime.experiments.robust import (
 from anytime.experiments.run import Machine
 from anytime.experiments.search import Try
 from anytime.experiments.vision import KINDS, NETS, Images, images
-from anytime.train.build import with_horizon
+from anytime.train.build import settled
 from anytime.train.data import PYTHON, write_python
 from anytime.train.errors import UserError
 from anytime.train.shards import Tokens
@@ -60,7 +60,7 @@ def test_all_runs_can_be_trained_and_none_is_another(scale):
         if name not in ("rates", "fine-tune"):  # which begin with runs of code
             for run in found.runs(name):
                 keys.append(run.key)
-                assert run.steps > with_horizon(run.config).optimizer.warmup_steps == found.tasks[name].warmup
+                assert run.steps > settled(run.config).optimizer.warmup_steps == found.tasks[name].warmup
     assert len(set(keys)) == len(keys)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anytime.train.build import OPTIMIZERS, Options, Rates, build_optimizer, optimizer_class, with_horizon
-from anytime.train.config import Config, Cooldown, OptimizerConfig
+from anytime.train.build import OPTIMIZERS, Options, Rates, build_optimizer, optimizer_class, settled
+from anytime.train.config import Config, Cooldown, OptimizerConfig, merged
 from anytime.train.errors import UserError
 from anytime.train.model import GPT, ModelConfig
 
@@ -142,12 +143,40 @@ def scheduled(schedule: str, until: str = "", **options) -> Config:
     return Config(model=MODEL, optimizer=optimizer, until=until, batch_size=3)
 
 
+def groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    optimizer = build_optimizer(model, config)
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("recipe", ["paper", "anytime"])
+@pytest.mark.parametrize("options", [{}, {"lr": 0.1, "warmup_steps": 300, "weight_decay": 0.3, "nesterov": False}])
+def test_what_a_recipe_fills_in_is_in_the_settings(recipe, options):
+    """And makes the optimizer that the recipe makes; what is given stays."""
+    config = Config(model=MODEL, optimizer=OptimizerConfig(recipe=recipe, **options))
+    found = settled(config)
+    assert found.optimizer.momentum == 0.8
+    assert found.optimizer.rate_fall == (0.3 if recipe == "anytime" else None)
+    assert {key: getattr(found.optimizer, key) for key in options} == options
+    assert settled(found) == found
+    model = GPT(MODEL)
+    assert groups(model, found.optimizer) == groups(model, config.optimizer)
+    other = merged(found, {"optimizer": {"recipe": "paper" if recipe == "anytime" else "anytime"}})
+    assert other.optimizer.momentum is None  # another recipe's
+
+
+def test_a_recipe_of_another_optimizer_is_its_class_to_refuse():
+    config = Config(model=MODEL, optimizer=OptimizerConfig(name="SFAdamW", recipe="anytime"))
+    assert settled(config) is config
+    with pytest.raises(UserError, match="recipe"):
+        build_optimizer(GPT(MODEL), config.optimizer)
+
+
 def test_a_constant_rate_has_no_horizon():
     config = Config(until="600 steps")
-    assert with_horizon(config) is config
+    assert settled(config) is config
     assert Rates(config).last_step is None
     with pytest.raises(UserError, match=r"horizon is given but .* is 'constant'"):
-        with_horizon(Config(optimizer=OptimizerConfig(horizon=5)))
+        settled(Config(optimizer=OptimizerConfig(horizon=5)))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
@@ -156,36 +185,36 @@ def test_a_constant_rate_has_no_horizon():
 )
 def test_the_horizon_is_where_the_run_ends(schedule, until, horizon):
     """A step is 3 sequences of 8 tokens."""
-    found = with_horizon(scheduled(schedule, until))
+    found = settled(scheduled(schedule, until))
     assert found.optimizer.horizon == horizon
     assert found.until == until
     assert Rates(found).last_step == horizon
-    assert with_horizon(found) == found
+    assert settled(found) == found
 
 
 def test_a_stated_horizon_stays_when_the_end_moves():
-    assert with_horizon(scheduled("linear", "900 steps", horizon=600)).optimizer.horizon == 600
+    assert settled(scheduled("linear", "900 steps", horizon=600)).optimizer.horizon == 600
 
 
 @pytest.mark.parametrize("until", ["", "2 h", "loss 3"])
 def test_a_schedule_needs_its_last_step(until):
     with pytest.raises(UserError, match=r"the schedule 'cosine' needs its last step: say --until"):
-        with_horizon(scheduled("cosine", until))
-    assert with_horizon(scheduled("cosine", until, horizon=7)).optimizer.horizon == 7
+        settled(scheduled("cosine", until))
+    assert settled(scheduled("cosine", until, horizon=7)).optimizer.horizon == 7
 
 
 def test_a_horizon_lies_behind_the_warmup():
     with pytest.raises(UserError, match="horizon is 5, must be above warmup_steps, which is 5"):
-        with_horizon(scheduled("linear", "5 steps", warmup_steps=5))
-    assert with_horizon(scheduled("linear", "6 steps", warmup_steps=5)).optimizer.horizon == 6
+        settled(scheduled("linear", "5 steps", warmup_steps=5))
+    assert settled(scheduled("linear", "6 steps", warmup_steps=5)).optimizer.horizon == 6
     with pytest.raises(UserError, match="horizon is 0"):
-        with_horizon(scheduled("linear", horizon=0))
+        settled(scheduled("linear", horizon=0))
 
 
 @pytest.mark.parametrize("part", [0.0, -0.1, 1.5, math.nan])
 def test_the_part_that_decays(part):
     with pytest.raises(UserError, match="decay_part is"):
-        with_horizon(scheduled("wsd", "10 steps", decay_part=part))
+        settled(scheduled("wsd", "10 steps", decay_part=part))
 
 
 # -------------------------------------------------------------------- rates
@@ -217,17 +246,17 @@ def test_wsd_that_would_begin_in_the_warmup_begins_after_it():
 
 
 def test_a_power_never_ends():
-    config = with_horizon(scheduled("power", "50 steps", warmup_steps=10, decay_steps=20, decay_power=0.5))
+    config = settled(scheduled("power", "50 steps", warmup_steps=10, decay_steps=20, decay_power=0.5))
     assert config.optimizer.horizon is None
     assert Rates(config).last_step is None
     assert factors(config, 12) == pytest.approx([1.0] * 11 + [(1 + 1 / 20) ** -0.5])
     assert Rates(config).factor(10 + 3 * 20) == pytest.approx(0.5)
     assert factors(scheduled("power", decay_power=0.0), 9) == [1.0] * 9
     with pytest.raises(UserError, match=r"horizon is given but .* is 'power', which has no end"):
-        with_horizon(scheduled("power", horizon=5))
+        settled(scheduled("power", horizon=5))
     for wrong in ({"decay_steps": 0}, {"decay_power": -0.1}):
         with pytest.raises(UserError, match=r"decay_steps is .*, must be at least 1, and decay_power is"):
-            with_horizon(scheduled("power", **wrong))
+            settled(scheduled("power", **wrong))
 
 
 def test_a_cooldown_falls_to_zero_from_where_it_starts():
@@ -252,7 +281,7 @@ def test_a_cooldown_of_a_schedule():
 def test_rates_fall_from_one_to_zero(schedule, horizon, warmup, part):
     """Never up, full as long as it warms up, above zero until the last step and zero from there on."""
     try:
-        config = with_horizon(scheduled(schedule, horizon=horizon, warmup_steps=warmup, decay_part=part))
+        config = settled(scheduled(schedule, horizon=horizon, warmup_steps=warmup, decay_part=part))
     except UserError:
         assert horizon <= warmup
         return

@@ -274,10 +274,10 @@ def test_flat():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_valid_and_builds_its_optimizer(name):
-    from anytime.train.build import build_optimizer, with_horizon
+    from anytime.train.build import build_optimizer, settled
     from anytime.train.model import GPT
 
-    config = with_horizon(merged(Config(), preset(name), source=name))
+    config = settled(merged(Config(), preset(name), source=name))
     small = replace(config.model, layers=1, width=config.model.head, vocabulary=64, context=8)
     build_optimizer(GPT(small), config.optimizer)
     assert config.batch_size % config.sequences_at_once == 0

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anytime import cli
+from anytime.optim import sf_spectral
 from anytime.train import checkpoint, data, runs
 from anytime.train.batches import Batches
 from anytime.train.errors import UserError
@@ -243,6 +244,19 @@ def test_settings_that_may_change_do(bench):
     changes = {"batch_size": 4, "micro_batch": 2, "eval_every": 1, "keep_last": 5, "on_nan": "skip", "log_every": 3}
     bench.train("run", until="4 steps", **changes)
     assert stored_config(bench.folder / "run") == bench.config("run", until="4 steps", **changes)
+
+
+def test_a_run_keeps_the_recipe_that_it_began_with(bench, monkeypatch, capsys):
+    """Though a later version of the library has another of that name; to ask for that one is an error."""
+    optimizer = {"recipe": "anytime", "warmup_steps": 2, "lr": 0.05}
+    bench.train("whole", until="6 steps", optimizer=optimizer)
+    bench.train("run", until="2 steps", optimizer=optimizer)
+    plain = sf_spectral.RECIPES["anytime"]
+    monkeypatch.setitem(sf_spectral.RECIPES, "anytime", lambda lr, warmup: plain(lr, warmup) | {"momentum": 0.1})
+    with pytest.raises(UserError, match=r"optimizer.momentum: 0.1 was 0.8"):
+        bench.train("run", until="6 steps", optimizer=optimizer)
+    assert cli.main(["train", "--run", str(bench.folder / "run"), "--until", "6 steps"]) == 0
+    assert bench.differences("run", "whole") == []
 
 
 def test_the_command_remembers_the_settings(bench, capsys):

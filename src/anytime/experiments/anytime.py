@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..train.config import PRESETS, nearest
+from ..train.config import PRESETS, nearest, plain
 from ..train.errors import UserError
 from ..train.files import write_atomically
 from ..train.model import ModelConfig
@@ -381,6 +381,8 @@ def freeze(path: Path, study: Study, choices: Mapping[str, Choice]) -> dict[str,
             points = choices[name].points.items()
             said = {f"{h:g}": [[dict(p.setting), p.octave] for p in ps] for h, ps in points}
             held[name] = {"tried": choices[name].tried, "rate": study.rate, "points": said, **origin()}
+            if "recipe" in METHODS[name].options:
+                held[name]["optimizer"] = _optimizer(study, METHODS[name], choices[name])
         write_atomically(path, json.dumps(held, indent=1).encode())
     return frozen(path, study) if held else {}
 
@@ -393,7 +395,17 @@ def frozen(path: Path, study: Study) -> dict[str, Choice]:
             raise UserError(f"{path}: {name} was chosen at rates of {entry['rate']:g}, the study's is {study.rate:g}")
         points = {float(h): [Try.of(setting, octave) for setting, octave in ps] for h, ps in entry["points"].items()}
         found[name] = Choice(points, entry["tried"])
+        if "optimizer" in entry and (now := _optimizer(study, METHODS[name], found[name])) != entry["optimizer"]:
+            was = entry["optimizer"]
+            differ = [f"{k}: {now.get(k)} was {was.get(k)}" for k in {**was, **now} if now.get(k) != was.get(k)]
+            raise UserError(f"{path}: the recipe of {name} has changed since it was frozen: {', '.join(differ)}")
     return found
+
+
+def _optimizer(study: Study, method: Method, choice: Choice) -> dict[str, Any]:
+    """The options of the run that counts, those that a recipe fills in too."""
+    run = study.run(method, choice.points[choice.last][0], choice.last, study.seeds[0])
+    return plain(run.config.optimizer)
 
 
 def inherited(method: Method, choices: Mapping[str, Choice], study: Study) -> Method:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..diagnostics import detailed
+from ..train.build import with_recipe
 from ..train.checkpoint import checkpoints_in, read_resume, read_state, step_of, unflatten, weights
 from ..train.config import FIXED, Config, Until, flat, merged, plain, preset
 from ..train.device import device_name
@@ -49,7 +50,7 @@ class Run:
     def config(self) -> Config:
         settings = dict(self.settings)
         base = merged(Config(), preset(settings.pop("preset")) if "preset" in settings else {})
-        return merged(merged(base, settings), {"seed": self.seed})
+        return with_recipe(merged(merged(base, settings), {"seed": self.seed}))
 
     @functools.cached_property
     def key(self) -> str:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..batch_norm import recalibrate_batch_norm
 from ..optim.base import AnytimeOptimizer
-from ..train.build import Rates, build_optimizer, with_horizon
+from ..train.build import Rates, build_optimizer, settled
 from ..train.config import Config, merged
 from ..train.signals import Stop
 from .anytime import Method, Study
@@ -104,7 +104,7 @@ class Seeing(Run):
     @functools.cached_property
     def config(self) -> Config:
         """The optimizer's part of it counts."""
-        return with_horizon(merged(Config(), {"optimizer": self.settings["optimizer"], "seed": self.seed}))
+        return settled(merged(Config(), {"optimizer": self.settings["optimizer"], "seed": self.seed}))
 
     @functools.cached_property
     def key(self) -> str:

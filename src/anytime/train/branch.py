@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..storage.regions import regions_of
-from .build import build_optimizer, optimizer_class, with_horizon
+from .build import build_optimizer, optimizer_class, settled
 from .checkpoint import (
     FORMAT,
     MODEL,
@@ -79,7 +79,7 @@ def branch(
             config = dataclasses.replace(config, optimizer=optimizer)
     elif not (changes or {}).get("until"):
         config = dataclasses.replace(config, until="")
-    config = with_horizon(config)
+    config = settled(config)
     data = open_data(config.data, source / "data")  # found wanting now, not once the folder is there
     check_vocabulary(data.tokenizer, config.model.vocabulary)
     check_tokenizer(data.tokenizer, tokenizer_in(found))
@@ -102,7 +102,7 @@ def fine_tune(source: Path | str, config: Config, *, at: int | None = None) -> C
     source, to = Path(source), Path(config.run)
     found = find_checkpoint(source, at)
     state = read_state(found)
-    config = with_horizon(dataclasses.replace(config, data=absolute(config.data)))
+    config = settled(dataclasses.replace(config, data=absolute(config.data)))
     before, after = state["config"]["model"], plain(config.model)
     for key in after:
         if before.get(key) != after[key]:

@@ -64,8 +64,20 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, owners: str | 
         raise UserError(f"optimizer: {wrong}") from None
 
 
-def with_horizon(config: Config) -> Config:
-    """The settings with the schedule's last step in them, for it must not move when the run is extended."""
+def with_recipe(config: Config) -> Config:
+    """The settings with what their recipe fills in, for another version of it may fill in something else."""
+    o = config.optimizer
+    if o.recipe is None or optimizer_class(o.name) is not sf_spectral.SFNorMuon:
+        return config
+    filled = sf_spectral.RECIPES[o.recipe](default(o, "lr"), warmup(o))
+    missing = {name: value for name, value in filled.items() if getattr(o, name) is None}
+    return dataclasses.replace(config, optimizer=dataclasses.replace(o, **missing))
+
+
+def settled(config: Config) -> Config:
+    """The settings with all in them that must not move when the run is extended: what a recipe fills in, and a
+    schedule's last step."""
+    config = with_recipe(config)
     o = config.optimizer
     if o.decay_steps < 1 or o.decay_power < 0:
         raise UserError(
@@ -95,13 +107,16 @@ def with_horizon(config: Config) -> Config:
     return dataclasses.replace(config, optimizer=o)
 
 
+def default(config: OptimizerConfig, name: str) -> Any:
+    """An option as it is given, or as the class has it."""
+    given = getattr(config, name)
+    return inspect.signature(optimizer_class(config.name)).parameters[name].default if given is None else given
+
+
 @functools.cache  # asked for at every step
 def warmup(config: OptimizerConfig) -> int:
     """Steps of the optimizer's own warmup."""
-    if config.warmup_steps is not None:
-        return config.warmup_steps
-    stated: int = inspect.signature(optimizer_class(config.name)).parameters["warmup_steps"].default
-    return stated
+    return int(default(config, "warmup_steps"))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..diagnostics import Probe
 from .batches import Batches, Prefetcher
-from .build import Options, Rates, build_optimizer, with_horizon
+from .build import Options, Rates, build_optimizer, settled
 from .checkpoint import (
     FORMAT,
     Snapshot,
@@ -71,7 +71,7 @@ def train(config: Config, *, listeners: Sequence[Listener] = (), warn: Warn | No
     several processes, those of the first do.
     """
     with joined(config) as world:
-        config = with_horizon(dataclasses.replace(config, data=absolute(config.data)))
+        config = settled(dataclasses.replace(config, data=absolute(config.data)))
         if warn is None or not world.leads:
             warn = _hush
         with Run(config, world.talk) as run:

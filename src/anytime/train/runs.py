@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from ..version import __version__
+from .build import with_recipe
 from .checkpoint import MODEL, SUMS, checkpoints_in, damage, drop_after, newest_whole, step_of, sweep
 from .config import Config, changed, merged, read_toml, to_toml
 from .errors import UserError
@@ -31,7 +32,7 @@ def stored_config(folder: Path) -> Config | None:
     """The settings of the run in a folder; None if there is none."""
     path = folder / CONFIG
     ours = (folder / LOCK).exists() or checkpoints_in(folder / "checkpoints")
-    return merged(Config(), read_toml(path), source=str(path)) if ours and path.exists() else None
+    return with_recipe(merged(Config(), read_toml(path), source=str(path))) if ours and path.exists() else None
 
 
 @functools.cache
