@@ -212,6 +212,8 @@ def test_arguments_that_cannot_be_read(here, arguments, capsys):
     [
         (["train", "none.toml"], "there is no file none.toml"),
         (["train", "data"], "data is not a run's"),
+        (["train", "--run", "rum", "--until", "9 steps"], "there is no run in rum to go on with; --preset NAME begins"),
+        (["train", "--run=rum"], "there is no run in rum to go on with; --preset NAME begins one there (demo, "),
         (["train", "--preset", "12m"], "there is no preset '12m'; did you mean '12M'?"),
         (["train", "--run", "data", "--data.path", "data", "--device", "cpu"], "data is not a run's"),
         (["train", "tiny.toml", "--run", "run", "--seed", "3"], "seed: 3 was 0"),

@@ -136,7 +136,8 @@ def _asked(rest: list[str]) -> Config:
     if file is not None and Path(file).is_dir():
         given.setdefault("run", file)
         file = None
-    base = _base(file, given)
+    bare = {argument.partition("=")[0] for argument in rest if argument.startswith("-")} <= {"--until"}
+    base = _base(file, given, bare=bare)
     about = f"{inspect.cleandoc(train.__doc__ or '')}\n\nPresets: {', '.join(settings.PRESETS)}."
     config: Config = _parse(Config, "train", rest, default=base, about=about)
     if config.cooldown != base.cooldown:
@@ -158,8 +159,11 @@ def _by_one() -> Iterator[None]:
             raise Elsewhere(str(wrong)) from None
 
 
-def _base(file: str | None, given: Mapping[str, str]) -> Config:
-    """The settings before those of the command line: of the run that is there, or of the preset, then of the file."""
+def _base(file: str | None, given: Mapping[str, str], *, bare: bool) -> Config:
+    """The settings before those of the command line: of the run that is there, or of the preset, then of the file.
+
+    A `bare` command has no others but an end: with a folder alone it goes on there, and begins nothing.
+    """
     from .train.checkpoint import checkpoints_in
     from .train.runs import stored_config
 
@@ -173,6 +177,9 @@ def _base(file: str | None, given: Mapping[str, str]) -> Config:
     if stored is not None and name not in ("", stored.preset):
         was = f"the preset {stored.preset!r}" if stored.preset else "no preset"
         raise UserError(f"{folder} holds a run that began from {was}, not {name!r}: choose another --run")
+    if stored is None and bare and {*given} == {"run"} and not values and not Path(folder).exists():
+        begun = f"--preset NAME begins one there ({', '.join(settings.PRESETS)})"
+        raise UserError(f"there is no run in {folder} to go on with; {begun}")
     if stored is None:
         stored = settings.merged(Config(), settings.preset(name) if name else {})
     config = settings.merged(stored, {**values, "preset": name or stored.preset, "run": folder}, source=file or "")
