@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anytime.core import polar as forms
 from anytime.core.direction import Batch, Spectral
@@ -165,6 +166,22 @@ def test_products_are_onednns_where_the_cpu_has_avx_512_and_torch_may_use_it(mon
         assert not forms._onednn()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert not forms._onednn()
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "there"), [(192, torch.float32, True), (191, torch.float32, False), (192, F64, False)]
+)
+def test_where_onednn_is_called(m, dtype, there):
+    class Seen(TorchDispatchMode):
+        found = False
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.found |= function.namespace == "mkldnn"
+            return function(*args, **(kwargs or {}))
+
+    with Seen() as seen:
+        polar(randn(m, m).to(dtype))
+    assert seen.found == (there and forms._onednn())
 
 
 def test_float64_keeps_all_of_its_digits():

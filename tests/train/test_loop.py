@@ -761,3 +761,11 @@ def test_a_device_that_is_not_here():
     with pytest.raises(UserError, match=r"device is 'gpu', which is not here: "):
         choose_device("gpu")
     assert choose_device("cpu").type == "cpu"
+
+
+def test_the_rate_that_is_told_falls_as_the_optimizers_does(bench):
+    """From step 3 on as (2 / (t − 1))^½, after a warmup of two steps."""
+    optimizer = {"name": "SFNorMuon", "lr": 0.01, "warmup_steps": 2, "rate_fall": 0.5, "rate_fall_start": 3}
+    bench.train("run", until="6 steps", optimizer=optimizer)
+    told = [row["lr"] for row in bench.rows("run", "step")]
+    assert told == pytest.approx([0.005, 0.01, 0.01, *(0.01 * (2 / t) ** 0.5 for t in (3, 4, 5))])

@@ -226,7 +226,7 @@ def product(A: Tensor, B: Tensor) -> Tensor:
     """A Bᵀ, A [m, k], B [n, k], each contiguous or the transpose of such.
 
     In float32, on a CPU with AVX-512, by oneDNN: torch's own product is by MKL, which on AMD's does not use it and
-    takes twice as long (on other strides than these oneDNN takes a hundred times as long).
+    takes twice as long (on other strides than these oneDNN takes a hundred times as long, or more).
     """
     if A.dtype == torch.float32 and A.device.type == "cpu" and _onednn():
         found: Tensor = torch.ops.mkldnn._linear_pointwise(A, B, None, "none", [], "")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..core import averaging
 from ..optim import scheduled, sf_elementwise, sf_plus, sf_spectral
 from ..optim.base import AnytimeOptimizer
 from ..optim.options import CHECKS
@@ -69,7 +70,7 @@ def with_recipe(config: Config) -> Config:
     o = config.optimizer
     if o.recipe is None or optimizer_class(o.name) is not sf_spectral.SFNorMuon:
         return config
-    filled = sf_spectral.RECIPES[o.recipe](default(o, "lr"), warmup(o))
+    filled = sf_spectral.RECIPES[o.recipe](_stated(o, "lr"), warmup(o))
     missing = {name: value for name, value in filled.items() if getattr(o, name) is None}
     return dataclasses.replace(config, optimizer=dataclasses.replace(o, **missing))
 
@@ -107,7 +108,7 @@ def settled(config: Config) -> Config:
     return dataclasses.replace(config, optimizer=o)
 
 
-def default(config: OptimizerConfig, name: str) -> Any:
+def _stated(config: OptimizerConfig, name: str) -> Any:
     """An option as it is given, or as the class has it."""
     given = getattr(config, name)
     return inspect.signature(optimizer_class(config.name)).parameters[name].default if given is None else given
@@ -116,7 +117,7 @@ def default(config: OptimizerConfig, name: str) -> Any:
 @functools.cache  # asked for at every step
 def warmup(config: OptimizerConfig) -> int:
     """Steps of the optimizer's own warmup."""
-    return int(default(config, "warmup_steps"))
+    return int(_stated(config, "warmup_steps"))
 
 
 @dataclass(frozen=True)
@@ -173,5 +174,6 @@ class Options:
 
     def fallen(self, done: int) -> float:
         """The part of that rate that its own fall leaves to the step after `done` others."""
-        start = self._shown.get("rate_fall_start", 2) - 1
-        return float((start / max(done, start)) ** self._shown.get("rate_fall", 0.0))
+        if not (power := self._shown.get("rate_fall")):
+            return 1.0
+        return float(averaging.falling(torch.tensor(done + 1.0), power, self._shown["rate_fall_start"]))
