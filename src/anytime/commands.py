@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from .studies import say, warn
+from .studies import say
 from .train import config as settings
 from .train.errors import UserError
+
+
+def _warn(text: str) -> None:
+    say(f"warning: {text}", sys.stderr)
 
 
 def data(
@@ -116,7 +120,7 @@ def sample(
     """
     from .train import use
 
-    trained = use.load(path, at=at, device=device, warn=warn)
+    trained = use.load(path, at=at, device=device, warn=_warn)
     texts = use.sample(trained, prompt, count=count, temperature=temperature, top_k=top_k, seed=seed, copies=copies)
     say("\n---\n".join(prompt + text for text in texts))
     return 0
@@ -143,7 +147,7 @@ def evaluate(
     """
     from .train import use
 
-    trained = use.load(path, at=at, device=device, warn=warn)
+    trained = use.load(path, at=at, device=device, warn=_warn)
     found = use.evaluate_model(trained, data, count=tokens, at_once=at_once)
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits a byte"
     step = trained.card.get("step", "?")
@@ -167,7 +171,7 @@ def export(
     """
     from .train import use
 
-    trained = use.load(path, at=at, device="cpu", warn=warn)
+    trained = use.load(path, at=at, device="cpu", warn=_warn)
     say(f"step {trained.card['step']:,} of {path} is in {use.export(trained, Path(to), dtype=dtype)}")
     return 0
 

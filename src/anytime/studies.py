@@ -14,10 +14,6 @@ def say(text: str, stream: Any = None) -> None:
     (stream or sys.stdout).write(text + "\n")
 
 
-def warn(text: str) -> None:
-    say(f"warning: {text}", sys.stderr)
-
-
 @dataclass(frozen=True)
 class Where:
     """What they have in common.
