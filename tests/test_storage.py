@@ -146,7 +146,7 @@ def in_files(folder: Path, regions: Sequence[Region], files: int) -> Index:
     return Index.read(folder)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tilings(), tilings(), st.sampled_from(DTYPES), st.integers(1, 3), st.data())
 def test_any_tiling_is_read_in_any_boxes(tmp_path_factory, one, other, dtype, files, data):
     folder = tmp_path_factory.mktemp("tiling")
@@ -166,7 +166,7 @@ def test_any_tiling_is_read_in_any_boxes(tmp_path_factory, one, other, dtype, fi
     assert [t.shape for t in before] == [region.tensor.shape for region, _ in wanted]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tilings(), st.data())
 def test_gaps_and_overlaps_are_seen(tiling, data):
     shape, boxes = tiling
@@ -418,7 +418,7 @@ def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path, value, words
     assert not [*tmp_path.iterdir()]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from anytime.core.averaging import Clock, advance_, growing, scalar_dtype, tick, warmed_up, x_of, z_of
 
 F64 = torch.float64
-quick = settings(max_examples=200, deadline=None)
+quick = settings(max_examples=200)
 unit = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 1.0))
 
 

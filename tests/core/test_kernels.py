@@ -28,7 +28,7 @@ MULTIPLIED = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.flo
 NAN = float("nan")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflow in a branch not taken
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from anytime.core.layout import Layout
 
-quick = settings(max_examples=150, deadline=None)
+quick = settings(max_examples=150)
 
 
 @st.composite

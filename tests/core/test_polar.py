@@ -24,7 +24,7 @@ INTERVALS = {
 #: method -> from where on it is nearer, and how near.
 NEARER = {"quintic": (1e-2, 0.9775, 1.0325), "polar-express-4": (3e-3 * 1.04, 0.7845, 1.2155)}
 SHAPES = ((1, 1), (1, 6), (6, 1), (5, 5), (9, 4), (4, 9))
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 
 
 def randn(*shape, seed=0, dtype=F64):

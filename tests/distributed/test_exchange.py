@@ -19,7 +19,7 @@ from anytime.distributed.processes import _differences
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 SIDES = st.integers(1, 9)
-patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+patient = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 class Mesh:

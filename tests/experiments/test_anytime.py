@@ -82,7 +82,7 @@ def test_the_interval_holds_the_true_mean_nineteen_times_in_twenty():
     assert 70 <= missed <= 130
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.floats(0.3, 3), st.floats(1.5, 3.9), st.floats(0.5, 3))
 def test_token_ratio_undoes_a_power_law(ratio, horizon, slope):
     """On a curve that is straight over log H, the ratio is exact."""
@@ -161,7 +161,7 @@ def spaces(draw):
     return Method("any", {}, axes), Try.of(start, draw(st.integers(-FARTHEST, FARTHEST)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(spaces(), st.integers(1, 60), st.integers(0, 10**6), st.sampled_from([2, 5, 1000]))
 def test_any_search_ends_whatever_the_losses_and_their_order(space, limit, seed, levels):
     """Within its limit, or where no step helps; ties and divergences among the losses."""
@@ -181,7 +181,7 @@ def test_any_search_ends_whatever_the_losses_and_their_order(space, limit, seed,
         assert loss(ranked[0]) <= loss(start)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(spaces(), st.randoms(use_true_random=False))
 def test_where_coordinates_do_not_depend_on_each_other_the_best_is_found(space, draw):
     method, start = space
@@ -482,7 +482,8 @@ def test_a_recipe_that_was_frozen_cannot_change(whole, tmp_path, monkeypatch):
     assert json.loads(path.read_text())["anytime"]["optimizer"]["momentum_growth"] == 0.3
     assert frozen(path, NANO) == choices
     plain = sf_spectral.RECIPES["anytime"]
-    monkeypatch.setitem(sf_spectral.RECIPES, "anytime", lambda lr, warmup: plain(lr, warmup) | {"momentum": 0.1})
+    other = dataclasses.replace(plain, fill=lambda lr, warmup: plain.fill(lr, warmup) | {"momentum": 0.1})
+    monkeypatch.setitem(sf_spectral.RECIPES, "anytime", other)
     with pytest.raises(UserError, match=r"anytime has changed since it was frozen: momentum: 0\.1 was 0\.8$"):
         frozen(path, NANO)
 

@@ -77,7 +77,8 @@ def test_a_changed_recipe_is_another_run(monkeypatch):
     one = run(optimizer={"recipe": "anytime", "lr": 0.01})
     assert one.key == run(optimizer={"recipe": "anytime", "lr": 0.01}).key  # and made, once
     plain = sf_spectral.RECIPES["anytime"]
-    monkeypatch.setitem(sf_spectral.RECIPES, "anytime", lambda lr, warmup: plain(lr, warmup) | {"momentum": 0.1})
+    other = dataclasses.replace(plain, fill=lambda lr, warmup: plain.fill(lr, warmup) | {"momentum": 0.1})
+    monkeypatch.setitem(sf_spectral.RECIPES, "anytime", other)
     other = run(optimizer={"recipe": "anytime", "lr": 0.01})
     assert one.key != other.key
     assert one.settings == other.settings

@@ -122,7 +122,7 @@ def refuses(
 
 
 @each
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_run_stopped_anywhere_goes_on_bit_for_bit(name: str, data: st.DataObject) -> None:
     options = data.draw(st.sampled_from(OPTIONS.get(name, [{}])))

@@ -64,7 +64,15 @@ def test_what_is_given_is_kept(key, value):
 
 def test_a_rate_of_zero_or_in_a_tensor():
     assert groups(recipe="anytime", lr=0.0)[0]["weight_decay"] == 0.5
-    assert groups(recipe="anytime", lr=torch.tensor(0.5))[0]["weight_decay"] == 2 / (0.5 * 2000)
+    assert groups(recipe="anytime", lr=torch.tensor(0.5))[0]["weight_decay"] == 2 / (0.5 * 150)
+
+
+@pytest.mark.parametrize(("recipe", "steps"), [("paper", 2000), ("anytime", 150)])
+def test_a_warmup_that_is_not_given(recipe, steps):
+    """A run whose end nobody knows may be over before the paper's is."""
+    assert [group["warmup_steps"] for group in groups(recipe=recipe)] == [steps, steps]
+    assert groups(recipe=recipe, warmup_steps=0)[0]["warmup_steps"] == 0
+    assert groups(recipe=recipe)[0] | {"params": 0} == groups(recipe=recipe, warmup_steps=steps)[0] | {"params": 0}
 
 
 @pytest.mark.parametrize("warmup", [0, 100, 2000])

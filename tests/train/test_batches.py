@@ -7,14 +7,13 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anytime.train.batches import Batches, Prefetcher, permute, validation_windows
 from anytime.train.errors import UserError
 from anytime.train.shards import Tokens, write_shard
 
-quick = settings(deadline=None)
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
 
 #: Context 64 in 1,000 tokens, seed 0: an epoch of 14 and the beginning of the next.
@@ -34,7 +33,6 @@ def tokens(tmp_path_factory) -> Tokens:
     return Tokens.open(folder, "train")
 
 
-@quick
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**32))
 def test_permute_is_a_bijection(n, seed):
     assert sorted(permute(np.arange(n), n, keys(seed)).tolist()) == list(range(n))
@@ -45,7 +43,6 @@ def test_permute_is_a_bijection_at_the_edges(n):
     assert sorted(permute(np.arange(n), n, keys(n)).tolist()) == list(range(n))
 
 
-@quick
 @given(n=st.integers(2**40, 2**62), index=st.lists(st.integers(0, 2**40 - 1), unique=True, max_size=50))
 def test_permute_in_a_huge_range_stays_inside_and_one_to_one(n, index):
     found = permute(np.array(index, np.int64), n, keys(0)).tolist()
@@ -75,7 +72,6 @@ def test_small_ranges_take_every_order():
     assert counts.min() > 50
 
 
-@quick
 @given(context=st.integers(1, 500), seed=st.integers(-5, 2**70), epoch=st.integers(0, 3))
 def test_no_target_comes_twice_in_an_epoch(tokens, context, seed, epoch):
     batches = Batches(tokens, context, seed)
@@ -88,7 +84,6 @@ def test_no_target_comes_twice_in_an_epoch(tokens, context, seed, epoch):
     assert np.array_equal(np.diff(block, axis=1), np.ones((n, context)))  # windows are contiguous
 
 
-@quick
 @given(cuts=st.lists(st.integers(0, 200), max_size=5), first=st.integers(0, 150), context=st.integers(1, 90))
 def test_the_order_does_not_depend_on_how_it_is_cut(tokens, cuts, first, context):
     """Batch sizes, changes of them on the way, and resuming anywhere: always the same sequences."""
@@ -101,7 +96,6 @@ def test_the_order_does_not_depend_on_how_it_is_cut(tokens, cuts, first, context
     assert np.array_equal(np.concatenate(parts), whole)
 
 
-@quick
 @given(world=st.integers(1, 6), share=st.integers(1, 7), first=st.integers(0, 100))
 def test_the_ranks_make_up_the_batch(tokens, world, share, first):
     batches = Batches(tokens, 30, seed=2)

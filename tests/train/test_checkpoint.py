@@ -89,7 +89,7 @@ def test_nothing_in_a_run_is_a_pickle(bench):
             content.decode("utf-8")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
 @given(st.data())
 def test_a_flipped_bit_or_a_missing_end_is_found(whole, data):
     name = data.draw(st.sampled_from([path.name for path in sorted(whole.iterdir())]))
@@ -330,7 +330,7 @@ def test_what_was_interrupted_is_swept(tmp_path):
 # ------------------------------------------------------------------- what is kept
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=10, unique=True).map(sorted),
     st.integers(1, 4),

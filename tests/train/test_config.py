@@ -210,7 +210,7 @@ CONFIGS = st.builds(
 
 
 @given(config=CONFIGS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_toml_there_and_back(tmp_path, config):
     path = tmp_path / "config.toml"
     path.write_bytes(to_toml(config).encode())
@@ -457,7 +457,7 @@ def test_settings_of_one_of_a_few_words_know_them_all():
             continue
         if name == "recipe":
             assert words == list(RECIPES)
-            assert set(FILLED) == {"averaging_warmup"}.union(*(fill(0.01, 100) for fill in RECIPES.values()))
+            assert set(FILLED) == {"averaging_warmup"}.union(*(recipe.fill(0.01, 100) for recipe in RECIPES.values()))
             continue
         check, _ = CHECKS[name.removeprefix("adam_")]
         assert all(check(None if w == "none" else w) for w in words), name

@@ -100,7 +100,7 @@ def test_validation_inputs(tmp_path):
     assert documents(tmp_path / "out", "val") == others
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(limit=st.integers(1, 6000), part_bytes=st.sampled_from([1024, 1 << 20]))
 def test_the_limit_holds(tmp_path_factory, limit, part_bytes):
     folder = tmp_path_factory.mktemp("limit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
@@ -252,7 +253,8 @@ def test_a_run_keeps_the_recipe_that_it_began_with(bench, monkeypatch, capsys):
     bench.train("whole", until="6 steps", optimizer=optimizer)
     bench.train("run", until="2 steps", optimizer=optimizer)
     plain = sf_spectral.RECIPES["anytime"]
-    monkeypatch.setitem(sf_spectral.RECIPES, "anytime", lambda lr, warmup: plain(lr, warmup) | {"momentum": 0.1})
+    other = dataclasses.replace(plain, fill=lambda lr, warmup: plain.fill(lr, warmup) | {"momentum": 0.1})
+    monkeypatch.setitem(sf_spectral.RECIPES, "anytime", other)
     with pytest.raises(UserError, match=r"optimizer.momentum: 0.1 was 0.8"):
         bench.train("run", until="6 steps", optimizer=optimizer)
     assert cli.main(["train", "--run", str(bench.folder / "run"), "--until", "6 steps"]) == 0

@@ -7,13 +7,11 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anytime.train.errors import UserError
 from anytime.train.shards import Shard, ShardWriter, Tokens, write_shard
-
-quick = settings(deadline=None)
 
 
 def header(magic: int, version: int, count: int) -> bytes:
@@ -40,7 +38,6 @@ def test_all_three_layouts_are_read_as_one(tmp_path):
     assert tokens.files == [tmp_path / f"{i}.bin" for i in (1, 2, 3)]
 
 
-@quick
 @given(
     counts=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     length=st.integers(0, 12),

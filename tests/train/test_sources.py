@@ -10,14 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anytime.train import sources
 from anytime.train.errors import UserError
 from anytime.train.sources import batched, cut, pieces
 
-quick = settings(deadline=None)
 END = "<|endoftext|>"
 
 
@@ -54,7 +53,6 @@ def test_plain_text(tmp_path, text, expected):
     assert documents([str(path)]) == expected
 
 
-@quick
 @given(
     texts=st.lists(st.text(st.sampled_from("aé日 \n"), max_size=300).map(lambda t: t + "x"), min_size=1, max_size=40),
     near=st.integers(16, 400),
@@ -69,7 +67,6 @@ def test_documents_do_not_depend_on_the_parts(tmp_path_factory, texts, near):
     assert documents([str(folder / "a.jsonl")], near) == texts
 
 
-@quick
 @given(text=st.text(st.sampled_from("aé日𝄞 \n"), min_size=1, max_size=800), near=st.integers(8, 100))
 def test_a_long_document_is_cut_but_nothing_is_lost(tmp_path_factory, text, near):
     path = tmp_path_factory.mktemp("long") / "a.txt"
@@ -179,7 +176,6 @@ def test_validation_inputs_are_parts_of_their_own(tmp_path):
     ]
 
 
-@quick
 @given(limit=st.integers(1, 10**12), sizes=st.lists(st.integers(1, 500), min_size=1, max_size=9))
 def test_the_limit_is_shared_by_size(tmp_path_factory, limit, sizes):
     folder = tmp_path_factory.mktemp("limit")

@@ -8,7 +8,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anytime.train import tokenizer as module
@@ -25,7 +25,6 @@ from anytime.train.tokenizer import (
 tiktoken = pytest.importorskip("tiktoken")
 tokenizers = pytest.importorskip("tokenizers")
 
-quick = settings(deadline=None)
 TEXT = "The quick brown fox doesn't jump over 12 lazy dogs; naïve café — 日本語.\n\n  def f(x):\n\treturn x\n"
 END = "<|endoftext|>"
 
@@ -66,7 +65,6 @@ def test_their_sizes(made):
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "trained"])
-@quick
 @given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
 def test_there_and_back(made, name, text):
     t = made[name]
@@ -121,7 +119,6 @@ def test_the_pattern_is_that_of_gpt2(made):
     published = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     oracle = tiktoken.Encoding("oracle", pat_str=published, mergeable_ranks=ranks(), special_tokens={})
 
-    @quick
     @given(st.text(st.sampled_from("abcé12 \n\t.,'stdmrevl\u3000日")))
     def same(text):
         assert made["gpt2"].encode(text) == oracle.encode(text)

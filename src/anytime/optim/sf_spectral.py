@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast, final
 
 import torch
@@ -64,7 +66,15 @@ def anytime_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
     }
 
 
-RECIPES = {"paper": paper_recipe, "anytime": anytime_recipe}
+@dataclass(frozen=True)
+class Recipe:
+    """The warmup where none is given, and what else is filled in, from the rate and the warmup."""
+
+    warmup_steps: int
+    fill: Callable[[float | Tensor, int], dict[str, Any]]
+
+
+RECIPES = {"paper": Recipe(2000, paper_recipe), "anytime": Recipe(150, anytime_recipe)}
 
 
 @final
@@ -80,7 +90,8 @@ class SFNorMuon(ScheduleFreeSpectral):
         params: a module, parameters, named parameters, or groups of them.
         lr, warmup_steps: η_t = lr · min(1, t / warmup_steps); lr from the start at 0.
         recipe: what is not given is as the recipe has it. "paper": betas (0.9, 0.95), momentum 0.8, weight_decay 0.05,
-            averaging_power 0, nothing else. "anytime", made for runs whose end nobody knows: see `anytime_recipe`.
+            averaging_power 0, warmup_steps 2000, nothing else. "anytime", made for runs whose end nobody knows, whose
+            warmup is 150 steps: see `anytime_recipe`.
         betas: β of the interpolation, 0 included, and β2 of the row statistics.
         momentum: μ.
         weight_decay, decay_at: λ, and where it acts: "z", "y" or None.
@@ -111,7 +122,7 @@ class SFNorMuon(ScheduleFreeSpectral):
         eps: float = 1e-8,
         weight_decay: float | None = None,
         decay_at: str | None = "z",
-        warmup_steps: int = 2000,
+        warmup_steps: int | None = None,
         row_norm: bool = True,
         polar: Polar = "newton-schulz",
         polar_dtype: torch.dtype | None = None,
@@ -120,14 +131,15 @@ class SFNorMuon(ScheduleFreeSpectral):
         recipe: str = "paper",
         **more: Unpack[keywords.SFNorMuon],
     ) -> None:
+        if recipe not in RECIPES:
+            raise ValueError(f"SFNorMuon: recipe is {recipe!r}; it must be one of {', '.join(map(repr, RECIPES))}")
+        warmup_steps = RECIPES[recipe].warmup_steps if warmup_steps is None else warmup_steps
         options: dict[str, Any] = {"lr": lr, "eps": eps, "decay_at": decay_at, "warmup_steps": warmup_steps}
         options |= {"row_norm": row_norm, "polar": polar, "polar_dtype": polar_dtype}
         validate(options, options, type(self).__name__)
-        if recipe not in RECIPES:
-            raise ValueError(f"SFNorMuon: recipe is {recipe!r}; it must be one of {', '.join(map(repr, RECIPES))}")
         given = {"betas": betas, "momentum": momentum, "weight_decay": weight_decay, "averaging_power": averaging_power}
         stated: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-        filled = {**RECIPES[recipe](lr, warmup_steps), **stated, **more, "averaging_warmup": averaging_warmup}
+        filled = {**RECIPES[recipe].fill(lr, warmup_steps), **stated, **more, "averaging_warmup": averaging_warmup}
         options |= {key: filled.pop(key) for key in ("betas", "momentum", "weight_decay")}
         super().__init__(params, "normuon", options, cast(keywords.ScheduleFreeSpectral, filled))
 

@@ -70,7 +70,7 @@ def with_recipe(config: Config) -> Config:
     o = config.optimizer
     if o.recipe is None or optimizer_class(o.name) is not sf_spectral.SFNorMuon:
         return config
-    filled = sf_spectral.RECIPES[o.recipe](_stated(o, "lr"), warmup(o))
+    filled = {"warmup_steps": warmup(o), **sf_spectral.RECIPES[o.recipe].fill(_stated(o, "lr"), warmup(o))}
     missing = {name: value for name, value in filled.items() if getattr(o, name) is None}
     return dataclasses.replace(config, optimizer=dataclasses.replace(o, **missing))
 
@@ -117,7 +117,8 @@ def _stated(config: OptimizerConfig, name: str) -> Any:
 @functools.cache  # asked for at every step
 def warmup(config: OptimizerConfig) -> int:
     """Steps of the optimizer's own warmup."""
-    return int(_stated(config, "warmup_steps"))
+    steps = _stated(config, "warmup_steps")
+    return int(sf_spectral.RECIPES[_stated(config, "recipe")].warmup_steps if steps is None else steps)
 
 
 @dataclass(frozen=True)
