@@ -117,6 +117,22 @@ def test_the_plan_of_a_module(tied: bool) -> None:
     assert finite_after_steps(optimizer)
 
 
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.LSTMCell, 4), (nn.GRUCell, 3)])
+def test_gates_of_recurrent_layers_are_told(kind: type[nn.Module], gates: int) -> None:
+    model = kind(5, 6)
+    plan = anytime.SFNorMuon(model).plan
+    fused = [name for name, p in model.named_parameters() if p.ndim == 2]
+    assert len(fused) == 2
+    for name in fused:
+        assert plan[name].reason == f"hidden matrix; {gates} gates, split them?"
+    split = anytime.SFNorMuon(model, rules={"weight_*": {"split": gates}}).plan
+    assert {str(split[name].layout) for name in fused} == {str(split[fused[0]].layout)} != {"matrix"}
+    plain = anytime.SFNorMuon(nn.RNN(5, 6)).plan
+    assert plain["weight_hh_l0"].reason == "hidden matrix"
+    projected = anytime.SFNorMuon(nn.LSTM(5, 6, proj_size=2)).plan
+    assert projected["weight_hr_l0"].reason == "hidden matrix"
+
+
 def test_the_plan_prints_every_parameter() -> None:
     optimizer = build(rules={"attention.qkv.weight": {"split": 3, "rate": 0.5}})
     text = str(optimizer.plan)
@@ -761,7 +777,7 @@ EXAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "weight_decay": ([0, 0.0, 0.1, 3], NUMBERS),
     "decay_at": (["z", "y", None], ["x", "Z", 0, False]),
     "cautious": ([True, False], FLAGS),
-    "warmup_steps": ([0, 1, 2000], COUNTS),
+    "warmup_steps": ([0, 1, 2000], [bad for bad in COUNTS if bad is not None]),  # None is the recipe's
     "row_norm": ([True, False], FLAGS),
     "polar": ([*METHODS, some_callable], ["newton", None, 5, ""]),
     "polar_dtype": ([None, torch.float32, torch.bfloat16], ["float32", torch.int32, torch.complex64, float]),
@@ -817,8 +833,12 @@ def owner(key: str, value: Any, where: str) -> anytime.AnytimeOptimizer:
 def test_illegal_values_of_the_whole(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"SFNorMuon: {key} is {value!r}; it must be"):
         anytime.SFNorMuon(nn.Linear(3, 3), **{key: value})
-    with pytest.raises(ValueError, match=f"no option '{key}'"):
-        anytime.SFNorMuon([{"params": list(nn.Linear(3, 3).parameters()), key: value}])
+
+
+@pytest.mark.parametrize("key", ["graph", "chunk_bytes", "on_nonfinite", "owners", "rules", "recipe"])
+def test_an_argument_of_the_constructor_is_no_groups(key: str) -> None:
+    with pytest.raises(ValueError, match=f"'{key}' is for the whole optimizer: an argument of SFNorMuon, no option of"):
+        anytime.SFNorMuon([{"params": nn.Linear(3, 3), key: None}])
 
 
 def test_every_option_has_examples() -> None:

@@ -24,6 +24,7 @@ Params: TypeAlias = "nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 _EMBEDDING = re.compile(r"(^|\.)(\w*emb|\w*embed\w*|wte|wpe)(\.|$)")
 _HEAD = re.compile(r"(^|.*\.)(lm_head|head|classifier|score|unembed\w*|output_projection)\.")
 _FUSED = re.compile(r"(qkv|c_attn|in_proj|query_key_value|gate_up|w13)")
+_GATES = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
 
 
 @dataclass(frozen=True)
@@ -298,6 +299,8 @@ def _automatic(given: Given, name: str, layout: Layout, heads: Mapping[Tensor, s
         return True, "split as asked"
     if param.ndim > 2:
         return True, f"{param[..., 0, 0].numel()} matrices of {m}×{n}"
+    if (gates := _GATES.get(type(module))) and "weight_hr" not in name:
+        return True, f"hidden matrix; {gates} gates, split them?"
     return True, "hidden matrix" + ("; looks fused, split it?" if _FUSED.search(name) else "")
 
 

@@ -144,3 +144,40 @@ def test_no_stale_weights_without_the_module(pools):
     """The optimizer finds FSDP's modules by their parameters."""
     for losses in pools(2)(parameters_alone):
         assert losses == [0.0, 0.0, 0.0]
+
+
+def exchanged(processes: int, spoiled: int | None) -> dict[str, object]:
+    """The optimizer is made first; the model is sharded then, and its new parameters put into the groups, as Accelerate
+    does. One step of six has NaN on one process."""
+    model = build()
+    opt = optimizer(model)
+    names = {p: name for name, p in model.named_parameters()}
+    if processes > 1:
+        spread(model, processes, 1)
+        now = dict(model.named_parameters())
+        for group in opt.param_groups:
+            group["params"] = [now[names[p]] for p in group["params"]]
+    rank = dist.get_rank() if processes > 1 else 0
+    for step in range(6):
+        model(tokens(step).chunk(processes)[rank]).backward()
+        if step == 3 and rank == spoiled:
+            grad = model.blocks[0].up.weight.grad
+            (grad.to_local() if processes > 1 else grad)[0, 0] = torch.nan
+        opt.step()
+        opt.zero_grad()
+        if step == 4:
+            opt.load_state_dict(opt.state_dict())
+    mine = {p for group in opt.param_groups for p in group["params"]}
+    found = {name: tuple(map(whole, opt.iterates(p))) for name, p in model.named_parameters()}
+    return {"skipped": opt.skipped_steps, "only": opt.state.keys() == mine, "iterates": found}
+
+
+def test_parameters_exchanged_before_the_first_step(pools):
+    one = exchanged(1, 0)
+    assert one["skipped"] == 1
+    for result in pools(2)(exchanged, 2, 1):
+        assert result["skipped"] == 1
+        assert result["only"]  # the whole tensors' state is gone
+        for name, wanted in one["iterates"].items():
+            for found, value in zip(result["iterates"][name], wanted, strict=True):
+                assert distance(found, value) < 1e-9, name

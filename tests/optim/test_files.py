@@ -580,7 +580,7 @@ def test_y_is_there_in_eval_mode_alone() -> None:
     optimizer.eval()
     state = to_file(optimizer, named)["optimizer"]
     del state["state"][0]["y"]
-    refuses(named, optimizer, state, "p0.*y is absent")
+    refuses(named, optimizer, state, "p0.*lacks the y that it has in eval mode")
 
 
 @pytest.mark.parametrize(
@@ -801,19 +801,29 @@ def test_distributed_checkpoint_state_dicts_in_another_order() -> None:
     assert all(mine[key] == theirs[key] for key in mine if key != "groups")
 
 
+@pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("options", OPTIONS_OF_DCP)
-def test_a_distributed_checkpoint_on_disk(options: str, tmp_path: Any) -> None:
+def test_a_distributed_checkpoint_on_disk(options: str, mode: str, tmp_path: Any) -> None:
+    """It is loaded into a state made beforehand: one in the mode that was saved."""
     model, fresh = network(), network()
     optimizer, other = make("SFNorMuon", model), make("SFNorMuon", fresh)
     train(trainable(model), optimizer, range(3))
+    getattr(optimizer, mode)()
     chosen = OPTIONS_OF_DCP[options]
 
     def state(m: nn.Module, o: torch.optim.Optimizer) -> dict[str, Any]:
         return {"model": m.state_dict(), "optimizer": get_optimizer_state_dict(m, o, options=chosen)}
 
+    def load() -> None:
+        target = state(fresh, other)
+        dcp.load(target, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+        fresh.load_state_dict(target["model"])
+        set_optimizer_state_dict(fresh, other, target["optimizer"], options=chosen)
+
     dcp.save(state(model, optimizer), checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    target = state(fresh, other)
-    dcp.load(target, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    fresh.load_state_dict(target["model"])
-    set_optimizer_state_dict(fresh, other, target["optimizer"], options=chosen)
+    if mode == "eval" and options == "plain":
+        with pytest.raises(ValueError, match=r"lacks the y that it has in eval mode.*optimizer\.eval\(\)"):
+            load()
+    getattr(other, mode)()
+    load()
     assert everything(list(fresh.named_parameters()), other) == everything(list(model.named_parameters()), optimizer)

@@ -418,3 +418,49 @@ def test_the_residual_is_what_rounding_took(name: str, dtype: torch.dtype) -> No
             y = optimizer.iterates(p).y
             assert torch.equal(y.to(dtype), p)
             assert torch.equal(y - p.float(), optimizer.state[p]["residual"])
+
+
+def test_parameters_exchanged_in_mid_training_are_an_error():
+    """Their state would be lost; entries that were moved along are not."""
+    model = nn.Linear(4, 3)
+    optimizer = anytime.SFNorMuon(model, lr=0.1, warmup_steps=0)
+    (matrix,) = optimizer.param_groups[0]["params"]
+
+    def step(p: nn.Parameter) -> None:
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    step(matrix)
+    pruned = optimizer.param_groups[0]["params"][0] = nn.Parameter(matrix.detach()[:2].clone())
+    for act in (lambda: step(pruned), optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="1 parameters were exchanged for others after the first step"):
+            act()
+    old = optimizer.state.pop(matrix)
+    optimizer.state[pruned] = {name: value[:2].clone() if value.ndim else value for name, value in old.items()}
+    step(pruned)
+    assert optimizer.state[pruned]["step"] == 2
+    assert list(optimizer.iterates(pruned).z.shape) == [2, 4]
+
+
+@pytest.mark.parametrize("what", ["eval", "load"])
+def test_what_an_evaluation_makes_can_be_written_to(what: str) -> None:
+    """State that is moved or loaded inside inference mode takes steps outside of it."""
+    model = nn.Linear(4, 3)
+    optimizer = anytime.SFNorMuon(model, lr=0.1, warmup_steps=0)
+
+    def step() -> None:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    step()
+    if what == "eval":
+        model.to(torch.bfloat16)
+    with torch.inference_mode():
+        if what == "eval":
+            with optimizer.averaged():
+                pass
+        else:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}

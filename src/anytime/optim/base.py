@@ -130,15 +130,7 @@ class AnytimeOptimizer(Resumable):
             for key in [key for key in param_group if key not in own]:
                 del param_group[key]  # torch fills in the defaults of the other rule
             param_group |= self.about()
-            everywhere = list(places(param_group))
-            self._team.add(
-                [place.param for place in everywhere],
-                [Layout.parse(place.layout) for place in everywhere],
-                matrices=param_group["rule"] not in ELEMENTWISE,
-            )
-            for place in everywhere:
-                if place.param.requires_grad and self._team.holds(place.param):
-                    self._ensure_state(place)
+            self._take_up(param_group)
             return
         known = {id(p) for group in self.param_groups for p in group["params"]}
         collected = routing.collect_group(param_group)
@@ -156,6 +148,36 @@ class AnytimeOptimizer(Resumable):
             del self.param_groups[before:]
             raise
         self.plan.entries.extend(entries)
+
+    def _take_up(self, group: Group) -> None:
+        everywhere = list(places(group))
+        self._team.add(
+            [place.param for place in everywhere],
+            [Layout.parse(place.layout) for place in everywhere],
+            matrices=group["rule"] not in ELEMENTWISE,
+        )
+        for place in everywhere:
+            if place.param.requires_grad and self._team.holds(place.param):
+                self._ensure_state(place)
+
+    def _follow(self) -> None:
+        """Takes up parameters that were put in the places of those given: Accelerate shards a model after its optimizer
+        was made, and exchanges them in the groups."""
+        mine = {p for group in self.param_groups for p in group["params"]}
+        gone = [p for p in self.state if p not in mine]
+        if not gone or mine <= self.state.keys():
+            return
+        if any(state["step"].item() for state in map(self.state.__getitem__, gone) if state):
+            raise RuntimeError(
+                f"{type(self).__name__}: {len(gone)} parameters were exchanged for others after the first step, and "
+                "their state belongs to the old ones. Save, build the optimizer on the new parameters, and load; or "
+                "move the entries of optimizer.state yourself"
+            )
+        for p in gone:
+            del self.state[p]
+            self._fitted.pop(p, None)
+        for group in self.param_groups:
+            self._take_up(group)
 
     # ----------------------------------------------------------------- state
 
@@ -180,15 +202,16 @@ class AnytimeOptimizer(Resumable):
             return old
         new: State = {}
         layout = Layout.parse(place.layout)
-        for name, (shape, dtype) in self.state_spec(p, place.group, place.layout).items():
-            if name in old and not old[name].is_meta:
-                new[name] = old[name].to(p.device, dtype)
-            else:
-                new[name] = zeros(name, shape, dtype, p, layout)
-        if "y" in old:
-            new["y"] = old["y"].to(p.device, p.dtype)
-        elif self.averages and not self._training:
-            new["y"] = p.detach().clone()
+        with torch.inference_mode(False):  # what an evaluation makes, steps will write to
+            for name, (shape, dtype) in self.state_spec(p, place.group, place.layout).items():
+                if name in old and not old[name].is_meta:
+                    new[name] = old[name].to(p.device, dtype)
+                else:
+                    new[name] = zeros(name, shape, dtype, p, layout)
+            if "y" in old:
+                new["y"] = old["y"].to(p.device, p.dtype)
+            elif self.averages and not self._training:
+                new["y"] = p.detach().clone()
         self.state[p] = new
         self._fitted[p] = (p.device, p.dtype)
         return new
@@ -236,11 +259,13 @@ class AnytimeOptimizer(Resumable):
             with torch.enable_grad():
                 loss = closure()
         value = as_loss(loss, type(self).__name__) if self.needs_loss else None
-        if self._team.active:
-            self._step_together()
-            return loss
-        engine = self._fused.again(self.param_groups, self.state)
+        engine = None if self._team.active else self._fused.again(self.param_groups, self.state)
         if engine is None:
+            if not torch.compiler.is_compiling():
+                self._follow()
+            if self._team.active:
+                self._step_together()
+                return loss
             by_kernels, rest = fused.split(self._work())
             if len(by_kernels) != 1 or rest:
                 self._step_in_parts(by_kernels, rest, value)
@@ -606,6 +631,7 @@ class AnytimeOptimizer(Resumable):
             self._team.sum_(value)
 
     def fit_state(self) -> None:
+        self._follow()
         for _ in self._each():
             pass
 

@@ -91,7 +91,7 @@ class Resumable(torch.optim.Optimizer):
 
     @abstractmethod
     def fit_state(self) -> None:
-        """Brings the state to where its parameters are."""
+        """Brings the state to where its parameters are, and drops what belongs to none."""
 
     @abstractmethod
     def state_spec(
@@ -132,8 +132,10 @@ class Resumable(torch.optim.Optimizer):
         groups = [{key: to_plain(key, value) for key, value in group.items()} for group in packed["param_groups"]]
         return {**packed, "state": states, "param_groups": groups}
 
+    @torch.inference_mode(False)  # what is loaded beside an evaluation, steps will write to
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from a state_dict(), once the weights saved with it are in the model; see docs/checkpoints.md."""
+        self.fit_state()
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
@@ -277,6 +279,11 @@ def _checked(optimizer: Resumable, pair: _Pair, options: Mapping[str, Any], sequ
     shapes = {key: tuple(value.shape) for key, value in kept.items()}
     if shapes != expected:
         wrong = [k for k in sorted({*shapes, *expected}) if shapes.get(k) != expected.get(k)]
+        if wrong == ["y"] and "y" not in shapes:
+            raise ValueError(
+                f"the state of {name} lacks the y that it has in eval mode, in which it was saved. Tools that load "
+                "into a state made beforehand (torch.distributed.checkpoint) need it in that mode: optimizer.eval()"
+            )
         detail = ", ".join(f"{k} is {shapes.get(k, 'absent')} and should be {expected.get(k, 'absent')}" for k in wrong)
         raise ValueError(f"the state of {name} ({tuple(p.shape)}, {p.dtype}) does not fit: {detail}")
     if "y" in kept and kept["y"].dtype != p.dtype:

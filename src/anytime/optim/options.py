@@ -111,6 +111,8 @@ def validate(options: Mapping[str, Any], known: Iterable[str], owner: str, prefi
         if key in FOREIGN:
             continue
         if key not in known:
+            if key in (*WHOLE, "rules", "unmatched", "process_group", "recipe"):
+                raise ValueError(f"{key!r} is for the whole optimizer: an argument of {owner}, no option of a group")
             raise ValueError(unknown(prefix + key, (prefix + k for k in known), owner))
         check, legal = CHECKS[key] if key in CHECKS else WHOLE[key]
         if not check(value):
