@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -364,6 +365,35 @@ def test_a_part_of_a_checkpoint_can_be_loaded(saved):
     assert same(target["model"]["w"], state()["model"]["w"])
     with pytest.raises(RuntimeError, match=r"Missing key.*model.other"):
         storage.load(saved, {"model": {"other": torch.ones(4, 3)}})
+
+
+def test_options_that_came_later_than_the_file(tmp_path):
+    """They are not the new optimizer's: the run went on without them."""
+
+    def build(**options):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = anytime.SFNorMuon(model, lr=0.1, warmup_steps=0, **options)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        return model, optimizer
+
+    weights, old = get_state_dict(*build())
+    for group in old["param_groups"]:
+        for key in ("rate_fall", "rate_fall_start", "momentum_growth", "cautious"):
+            group.pop(key, None)
+    storage.save(tmp_path / "a", {"model": weights, "optimizer": old})
+    model, optimizer = build(rate_fall=0.5, momentum_growth=0.5, cautious=True, decay_fading=3)
+    weights, state = get_state_dict(model, optimizer)
+    loaded = {"model": weights, "optimizer": state}
+    storage.load(tmp_path / "a", loaded)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    assert {group["rate_fall"] for group in optimizer.param_groups} == {0.0}
+    assert (optimizer.param_groups[0]["momentum_growth"], optimizer.param_groups[0]["cautious"]) == (0.0, False)
+    assert {group["decay_fading"] for group in optimizer.param_groups} == {0}
+    with pytest.raises(RuntimeError, match=r"Missing key.*model.other"):
+        storage.load(tmp_path / "a", {"model": {"other": 5}})
 
 
 @pytest.mark.parametrize("how", ["ours", "torch's"])

@@ -164,6 +164,7 @@ def _base(file: str | None, given: Mapping[str, str], *, bare: bool) -> Config:
 
     A `bare` command has no others but an end: with a folder alone it goes on there, and begins nothing.
     """
+    from .train.build import without_recipe
     from .train.checkpoint import checkpoints_in
     from .train.runs import stored_config
 
@@ -172,8 +173,8 @@ def _base(file: str | None, given: Mapping[str, str], *, bare: bool) -> Config:
     name = given.get("preset", values.get("preset", ""))
     folder = given.get("run") or values.get("run") or f"runs/{name or 'run'}"
     stored = stored_config(Path(folder))
-    if stored is not None and name not in ("", stored.preset) and not checkpoints_in(Path(folder) / "checkpoints"):
-        stored = None  # nothing is lost
+    if stored is not None and not checkpoints_in(Path(folder) / "checkpoints"):  # nothing is lost
+        stored = without_recipe(stored) if name in ("", stored.preset) else None
     if stored is not None and name not in ("", stored.preset):
         was = f"the preset {stored.preset!r}" if stored.preset else "no preset"
         raise UserError(f"{folder} holds a run that began from {was}, not {name!r}: choose another --run")

@@ -90,6 +90,14 @@ def test_large_symmetric_products_are_mirrored(form, shape, turned):
     torch.testing.assert_close(P, exact(X, COEFFICIENTS["newton-schulz"]), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (0, 1, 2)])
+def test_matrices_taken_singly_may_lie_anyhow(order):
+    """oneDNN takes minutes where neither rows nor columns are contiguous."""
+    M = randn(3, 200, 256).float().permute(*sorted(range(3), key=order.__getitem__)).contiguous().permute(*order)
+    assert M.shape == (3, 200, 256)
+    torch.testing.assert_close(polar(M), polar(M.contiguous()), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("shape", "onednn"),
     [

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import anytime
+from anytime.optim.options import LATER
 
 NAMES = tuple(
     name
@@ -646,6 +647,22 @@ def test_a_callable_polar_is_named_in_the_file_and_stays_the_optimizers_own() ->
     others, other = small()
     put_weights(others, saved["model"])
     refuses(others, other, saved["optimizer"], "half_polar.*build the optimizer with it")
+
+
+@pytest.mark.parametrize("key", LATER)
+def test_an_option_that_is_younger_than_the_file(key: str) -> None:
+    """What was trained without it goes on without it, whatever the constructor says."""
+    options = {"decay_fading": 9, "cautious": True, "momentum_growth": 0.3, "rate_fall": 0.3}
+    assert options.keys() == LATER.keys()
+    model, fresh = nn.Linear(4, 3), nn.Linear(4, 3)
+    optimizer, other = anytime.SFNorMuon(model), anytime.SFNorMuon(fresh, **{key: options[key]})
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group.pop(key, None)
+    fresh.load_state_dict(model.state_dict())
+    other.load_state_dict(state)
+    for group, old in zip(other.param_groups, optimizer.param_groups, strict=True):
+        assert group.get(key) == old.get(key)
 
 
 def test_load_hooks_run_and_may_change_the_state() -> None:

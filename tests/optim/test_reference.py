@@ -43,7 +43,7 @@ BETAS = {
         "beta": 0.4, "beta_growth": 0.4, "beta_growth_start": 60, "decay_fading": 40,
         "rate_fall": 0.3, "rate_fall_start": 50,
     },
-    "zero": {"beta": 0.0},
+    "zero": {"beta": 0.0, "rate_fall": 0.3, "rate_fall_start": 50},
 }  # fmt: skip
 DTYPES = (torch.float64, torch.float32)
 

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from anytime import cli
 from anytime.optim import sf_spectral
-from anytime.train import checkpoint, data, runs
+from anytime.train import build, checkpoint, data, runs
 from anytime.train.batches import Batches
+from anytime.train.config import FILLED, Config
 from anytime.train.errors import UserError
 from anytime.train.runs import Lines, Run, find_checkpoint, read_lines, some, stored_config
 from anytime.train.shards import Tokens, write_shard
@@ -259,6 +260,37 @@ def test_a_run_keeps_the_recipe_that_it_began_with(bench, monkeypatch, capsys):
         bench.train("run", until="6 steps", optimizer=optimizer)
     assert cli.main(["train", "--run", str(bench.folder / "run"), "--until", "6 steps"]) == 0
     assert bench.differences("run", "whole") == []
+
+
+@pytest.mark.parametrize("lacks", ["everything", "the warmup"])
+def test_a_run_whose_settings_did_not_keep_its_recipe(bench, monkeypatch, lacks):
+    """Those of earlier versions: its checkpoint tells, not the recipe of today."""
+    optimizer = {"recipe": "anytime", "lr": 0.05, "rate_fall": 0.0, "warmup_steps": 3, "momentum": 0.7}
+    bench.train("whole", until="6 steps", optimizer=optimizer)
+    bench.train("run", until="2 steps", optimizer=optimizer)
+    path = bench.folder / "run/config.toml"
+    filled = FILLED if lacks == "everything" else ()
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line for line in lines if line.split(" = ")[0] not in (*filled, "warmup_steps")))
+    state = bench.folder / "run/checkpoints/step-00000002/state.json"
+    assert '"rate_fall": 0.0' in state.read_text()
+    if lacks == "everything":
+        assert stored_config(bench.folder / "run").optimizer.rate_fall == 0.0
+    assert cli.main(["train", "--run", str(bench.folder / "run"), "--until", "6 steps"]) == 0
+    assert bench.differences("run", "whole") == []
+
+
+def test_a_run_without_a_checkpoint_may_have_another_rate(bench):
+    """And then what its recipe fills in from the rate."""
+    folder = bench.folder / "run"
+    optimizer = {"recipe": "anytime", "warmup_steps": 2000, "lr": 0.5, "momentum": 0.7}
+    bench.train("run", until="1 steps", optimizer=optimizer)
+    shutil.rmtree(folder / "checkpoints")
+    arguments = ["--run", str(folder), "--optimizer.lr", "0.02", "--optimizer.warmup-steps", "200"]
+    found = cli._asked([*arguments, "--until", "2 steps"]).optimizer
+    assert (found.lr, found.warmup_steps, found.momentum) == (0.02, 200, 0.7)
+    settled = build.with_recipe(Config(optimizer=found)).optimizer
+    assert (settled.weight_decay, settled.decay_fading, settled.rate_fall_start) == (0.5, 200, 200)
 
 
 def test_the_command_remembers_the_settings(bench, capsys):

@@ -192,7 +192,8 @@ def _each(iterate: Iteration, X: Tensor, coefficients: Coefficients) -> Tensor:
     """One matrix at a time."""
     out = torch.empty_like(X)
     for one, place in zip(X, out, strict=True):
-        place.copy_(iterate(one, coefficients))
+        dense = one if one.is_contiguous() or one.mT.is_contiguous() else one.contiguous()
+        place.copy_(iterate(dense, coefficients))
     return out
 
 

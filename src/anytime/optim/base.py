@@ -417,11 +417,11 @@ class AnytimeOptimizer(Resumable):
         eta = averaging.warmed_up(t, group["lr"], group["warmup_steps"]) * group["rate"]
         eta = eta * RULES[group["rule"]].rate(t, group)
         decay, fading = group["weight_decay"], group.get("decay_fading", 0)
-        faded = averaging.faded(t, decay, fading) if fading else [decay] * len(states)
         if not group.get("rate_fall"):
-            return Rates(eta, eta, faded)
+            return Rates(eta, eta, averaging.faded(t, decay, fading) if fading else [decay] * len(states))
         fall = averaging.falling(t, group["rate_fall"], group["rate_fall_start"])
-        return Rates(eta * fall, eta * fall, torch.as_tensor(faded).to(fall) / fall)
+        faded = averaging.faded(t, decay, fading) if fading else torch.full_like(fall, decay)
+        return Rates(eta * fall, eta * fall, faded / fall)
 
     def beta(self, group: Group, t: Tensor) -> float | Tensor:
         """β of step number t [B], before its growth."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core.layout import Layout
 from ..distributed.parts import Box, Spread, fill_, is_sharded, local, zeros
 from .groups import Place, places, unique_names
-from .options import CHECKS, from_plain, to_plain, validate
+from .options import CHECKS, LATER, from_plain, to_plain, validate
 
 FORMAT = 1
 ABOUT = ("algorithm", "format", "sequence", "skipped_steps")
@@ -319,7 +319,7 @@ def _merged(
     saved = saved_groups[origins.pop()]
     if len(saved["params"]) != len(group["params"]):
         return {}
-    merged = {
+    merged = {key: value for key, value in LATER.items() if key in group} | {
         key: from_plain(key, value, group.get(key))
         for key, value in saved.items()
         if key not in ABOUT and key not in _PLACES

@@ -75,7 +75,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "beta_growth": (_between(0, math.inf), "an exponent in [0, ∞), 0 for a constant β"),
     "beta_growth_start": (_whole(2), "a whole number in [2, ∞)"),
     "decay_fading": (_whole(0), "a whole number in [0, ∞), 0 for a constant decay"),
-    "rate_fall": (_between(0, math.inf), "an exponent in [0, ∞), 0 for a constant rate"),
+    "rate_fall": (_between(0, 2, closed=True), "an exponent in [0, 2], 0 for a constant rate"),
     "rate_fall_start": (_whole(2), "a whole number in [2, ∞)"),
     "beta_max": (_between(0, 1, closed=True), "in [0, 1]"),
     "beta_anneal_steps": (_whole(0), "a whole number in [0, ∞), 0 for a constant β"),
@@ -91,6 +91,8 @@ WHOLE: dict[str, tuple[Check, str]] = {
     "owners": (_one_of(None, *MODES), f"None, {', '.join(map(repr, MODES))}"),
     "chunk_bytes": (lambda v: v is None or _whole(1)(v), "a whole number in [1, ∞) or None"),
 }
+#: What an option is in files from before there was such a one.
+LATER: dict[str, Any] = {"decay_fading": 0, "cautious": False, "momentum_growth": 0.0, "rate_fall": 0.0}
 #: Keys of a group that others than the optimizer write there; kept, not checked.
 FOREIGN = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name", "param_names"}
 

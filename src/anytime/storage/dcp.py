@@ -61,7 +61,8 @@ class JsonSavePlanner(DefaultSavePlanner):
 
 
 class JsonLoadPlanner(DefaultLoadPlanner):
-    """torch's, with what is no tensor from JSON; tensors have to have the dtype they were saved in."""
+    """torch's, with what is no tensor from JSON; tensors have to have the dtype they were saved in. Options of groups
+    that came later than the file are taken out of the state dict, so that the optimizer sees what it was saved with."""
 
     def create_local_plan(self) -> planning.LoadPlan:
         saved = self.metadata.state_dict_metadata if self.metadata is not None else {}
@@ -73,15 +74,23 @@ class JsonLoadPlanner(DefaultLoadPlanner):
                 continue
             if known.properties.dtype != value.dtype:
                 raise ValueError(f"{name} was saved in {known.properties.dtype}, here it is {value.dtype}")
+        for name in [name for name, value in self.state_dict.items() if not isinstance(value, Tensor)]:
+            if name not in saved and "param_groups" in self.mappings.get(name, ()):
+                holder, last = self._holder(name)
+                del holder[last], self.state_dict[name]
         return super().create_local_plan()
 
     def load_bytes(self, read_item: planning.ReadItem, value: io.BytesIO) -> None:
-        name = read_item.dest_index.fqn
+        holder, last = self._holder(read_item.dest_index.fqn)
+        holder[last] = from_json(json.loads(value.getvalue()))
+
+    def _holder(self, name: str) -> tuple[Any, Any]:
+        """Where a value of the flattened state dict lies in the one that was given, and under which key."""
         holder: Any = self.original_state_dict
         *above, last = self.mappings.get(name, (name,))
         for key in above:
             holder = holder[_own(holder, key)]
-        holder[_own(holder, last)] = from_json(json.loads(value.getvalue()))
+        return holder, _own(holder, last)
 
 
 def _own(holder: Any, key: str | int) -> Any:

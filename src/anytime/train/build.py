@@ -7,6 +7,7 @@ import difflib
 import functools
 import inspect
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..core import averaging
 from ..optim import scheduled, sf_elementwise, sf_plus, sf_spectral
 from ..optim.base import AnytimeOptimizer
-from ..optim.options import CHECKS
+from ..optim.options import CHECKS, LATER
 from ..optim.rules import ELEMENTWISE
 from .config import Config, OptimizerConfig, Until, bare
 from .errors import UserError
@@ -65,14 +66,38 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, owners: str | 
         raise UserError(f"optimizer: {wrong}") from None
 
 
+def _filled(o: OptimizerConfig) -> dict[str, Any]:
+    """What the recipe that is asked for fills in, where it is not given."""
+    if o.recipe is None or optimizer_class(o.name) is not sf_spectral.SFNorMuon:
+        return {}
+    return {"warmup_steps": warmup(o), **sf_spectral.RECIPES[o.recipe].fill(_stated(o, "lr"), warmup(o))}
+
+
+def _changed(config: Config, values: Mapping[str, Any]) -> Config:
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **values))
+
+
 def with_recipe(config: Config) -> Config:
     """The settings with what their recipe fills in, for another version of it may fill in something else."""
     o = config.optimizer
-    if o.recipe is None or optimizer_class(o.name) is not sf_spectral.SFNorMuon:
-        return config
-    filled = {"warmup_steps": warmup(o), **sf_spectral.RECIPES[o.recipe].fill(_stated(o, "lr"), warmup(o))}
-    missing = {name: value for name, value in filled.items() if getattr(o, name) is None}
-    return dataclasses.replace(config, optimizer=dataclasses.replace(o, **missing))
+    return _changed(config, {name: value for name, value in _filled(o).items() if getattr(o, name) is None})
+
+
+def without_recipe(config: Config) -> Config:
+    """The settings less what their recipe fills in, so that another rate may be given and it is filled in for that."""
+    o = config.optimizer
+    return _changed(config, {name: None for name, value in _filled(o).items() if getattr(o, name) == value})
+
+
+def recalled(config: Config, groups: Sequence[Mapping[str, Any]]) -> Config:
+    """The settings with what their recipe had filled in when the groups of a checkpoint were saved: settings have not
+    always kept it."""
+    o, values = config.optimizer, {}
+    for name in (name for name in _filled(o) if getattr(o, name) is None):
+        group = next((g for g in groups if (g["rule"] in ELEMENTWISE) == name.startswith("adam_")), {})
+        value = group.get(name.removeprefix("adam_"), LATER.get(name))
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return _changed(config, values)
 
 
 def settled(config: Config) -> Config:

@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from ..version import __version__
-from .build import with_recipe
-from .checkpoint import MODEL, SUMS, checkpoints_in, damage, drop_after, newest_whole, step_of, sweep
+from .build import recalled, with_recipe
+from .checkpoint import MODEL, SUMS, checkpoints_in, damage, drop_after, newest_whole, read_state, step_of, sweep
 from .config import Config, changed, merged, read_toml, to_toml
 from .errors import UserError
 from .files import write_atomically
@@ -30,9 +30,15 @@ LOCK = "lock"
 
 def stored_config(folder: Path) -> Config | None:
     """The settings of the run in a folder; None if there is none."""
-    path = folder / CONFIG
-    ours = (folder / LOCK).exists() or checkpoints_in(folder / "checkpoints")
-    return with_recipe(merged(Config(), read_toml(path), source=str(path))) if ours and path.exists() else None
+    path, there = folder / CONFIG, checkpoints_in(folder / "checkpoints")
+    if not path.exists() or not (there or (folder / LOCK).exists()):
+        return None
+    config = merged(Config(), read_toml(path), source=str(path))
+    for checkpoint in there:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # damaged ones are told of where they are used
+            config = recalled(config, read_state(checkpoint)["groups"])
+            break
+    return with_recipe(config)
 
 
 @functools.cache
