@@ -223,6 +223,8 @@ def test_arguments_that_cannot_be_read(here, arguments, capsys):
         (["sample", "nowhere"], "there is no run or model at nowhere"),
         (["sample", "run", "--temperature", "-1"], "temperature is -1.0"),
         (["sample", "run", "--copies", "0"], "copies"),
+        (["eval", "run", "--tokens", "0"], "tokens is 0, must be at least 1"),
+        (["train", "tiny.toml", "--run", "new", "--device", "meta"], "device is 'meta', which is not here"),
         (["eval", "run", "--at", "3"], "run keeps no step 3; it keeps 2, 4"),
         (["eval", "run", "--data", "nowhere"], "nowhere does not exist"),
         (["export", "run", "--to", "data"], "data is there already and not empty"),
@@ -451,6 +453,36 @@ def test_a_wrong_option_does_not_spoil_the_folder(here, capsys):
 def test_metrics_go_to_other_places_too(here):
     assert main(["train", "tiny.toml", "--run", "new", "--until", "2 steps", "--log-to", "tensorboard"]) == 0
     assert any(path.name.startswith("events.out.tfevents") for path in (here / "new").rglob("*"))
+
+
+@pytest.mark.parametrize("there", ["nothing", "checkpoints alone"])
+def test_a_folder_without_settings_is_no_run(here, capsys, there):
+    """Nothing of another size is begun in it."""
+    (here / "bare").mkdir()
+    if there != "nothing":
+        (here / "bare/checkpoints").symlink_to(here / "run/checkpoints")
+    assert "there is no run in bare to go on with" in fails(["train", "--run", "bare"], capsys)
+
+
+def test_how_to_go_on(here, capsys):
+    said = ["train", "tiny.toml", "--run", "a b", "--optimizer.name", "NorMuon", "--optimizer.schedule", "linear"]
+    assert main([*said, "--optimizer.horizon", "6", "--until", "4 steps"]) == 0
+    assert capsys.readouterr().out.endswith("Further: anytime train --run 'a b' --until '6 steps'\n")
+    assert main(["train", "--run", "a b", "--until", "6 steps"]) == 0
+    assert "Its rate has ended; to go on otherwise: anytime branch 'a b' --at STEP" in capsys.readouterr().out
+    assert main(["branch", "a b", "--cooldown", "3"]) == 1
+
+
+def test_seeds_that_no_generator_takes(here, capsys):
+    assert "seed is 9223372036854775808" in fails(["train", "--seed", str(2**63)], capsys)
+    assert "seed is 9223372036854775808" in fails(["sample", "run", "--seed", str(2**63)], capsys)
+
+
+def test_a_terminal_that_cannot_show_all(here):
+    command = [sys.executable, "-m", "anytime", "sample", "run", "--prompt", "é", "--count", "2"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"?" in done.stdout
 
 
 # ------------------------------------------------------------------ branch

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import io
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +17,7 @@ from typing import Any
 from . import commands, studies
 from .studies import say
 from .train import config as settings
+from .train.build import Rates, settled
 from .train.config import Config, Until
 from .train.errors import Elsewhere, UserError
 from .train.loop import Result
@@ -29,6 +32,9 @@ _SIGNALS = {"SIGINT": 130, "SIGTERM": 143}
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 done, 1 something to mend (said in one line), 2 a wrong command, 128 + n after a signal."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what a terminal cannot show is no reason to stop
     try:
         status = _main(arguments)
         sys.stdout.flush()
@@ -178,7 +184,10 @@ def _base(file: str | None, given: Mapping[str, str], *, bare: bool) -> Config:
     if stored is not None and name not in ("", stored.preset):
         was = f"the preset {stored.preset!r}" if stored.preset else "no preset"
         raise UserError(f"{folder} holds a run that began from {was}, not {name!r}: choose another --run")
-    if stored is None and bare and {*given} == {"run"} and not values and not Path(folder).exists():
+    other = any(Path(folder).glob("*")) and not checkpoints_in(
+        Path(folder) / "checkpoints"
+    )  # told of where it is opened
+    if stored is None and bare and {*given} == {"run"} and not values and not other:
         begun = f"--preset NAME begins one there ({', '.join(settings.PRESETS)})"
         raise UserError(f"there is no run in {folder} to go on with; {begun}")
     if stored is None:
@@ -225,11 +234,13 @@ def _run(config: Config) -> int:
 
 def _next(config: Config, result: Result) -> str:
     """How to go on from here."""
-    if config.optimizer.horizon is not None or config.cooldown.steps:
-        return f"Its rate ends; to go on otherwise: anytime branch {config.run} --at STEP"
+    last, run = Rates(settled(config)).last_step, shlex.quote(config.run)
+    if last is not None and result.step >= last:
+        return f"Its rate has ended; to go on otherwise: anytime branch {run} --at STEP"
     if result.reason.startswith("until"):
-        return f"Further: anytime train --run {config.run} --until '{2 * max(result.step, 1)} steps'"
-    return f"Go on: anytime train --run {config.run}"
+        further = min(2 * max(result.step, 1), last or sys.maxsize)
+        return f"Further: anytime train --run {run} --until '{further} steps'"
+    return f"Go on: anytime train --run {run}"
 
 
 def branch(arguments: list[str]) -> int:

@@ -466,6 +466,7 @@ def test_what_was_chosen_stays(whole, tmp_path):
     _, _, choices, _ = whole
     path = tmp_path / "frozen.json"
     assert freeze(path, NANO, choices) == choices
+    assert freeze(path.parent / "not" / "there" / "frozen.json", NANO, choices) == choices
     assert json.loads(path.read_text())["anytime"]["tried"] == choices["anytime"].tried
     other = Choice({h: [Try((), 5)] for h in NANO.horizons}, 3)
     again = freeze(path, NANO, {**choices, "anytime": other, "AMUSE": other})
@@ -569,7 +570,7 @@ def test_a_small_study_from_its_first_try_to_its_page(tmp_path, monkeypatch, wor
         settings={**NANO.settings, "data": {}},
     )  # fmt: skip
     monkeypatch.setitem(STUDIES, "tiny", tiny)
-    monkeypatch.setattr("os.cpu_count", lambda: 1)  # threads that wait for each other on a busy machine
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)  # threads that wait for each other on a busy machine
     monkeypatch.setattr("anytime.experiments.search.FARTHEST", 3)
     monkeypatch.setattr("anytime.experiments.anytime.SWEPT", range(-1, 2))
     two = {

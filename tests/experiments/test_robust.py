@@ -330,7 +330,7 @@ def test_a_small_suite_from_its_first_run_to_its_page(tmp_path, monkeypatch):
     monkeypatch.setitem(SCALES, "tiny", tiny)
     monkeypatch.setattr(module, "OCTAVES", (-2, 0))
     monkeypatch.setattr("anytime.experiments.vision.HELD_OUT", 256)
-    monkeypatch.setattr("os.cpu_count", lambda: 1)  # threads that wait for each other on a busy machine
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)  # threads that wait for each other on a busy machine
     text = tmp_path / "text.txt"
     text.write_text("one two three four five six. " * 500)
     where = {"scale": "tiny", "frozen": freeze(tmp_path / "frozen.json"), "out": tmp_path / "out"}

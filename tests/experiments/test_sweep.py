@@ -58,6 +58,8 @@ def test_a_space(file, words):
         ('"optimizer.lr" = 0.1', "must be a list of values"),
         ('"optimizer.lr" = { low = 0.1, hihg = 1.0 }', "must be a list of values"),
         ('"optimizer.rate" = [0.1]', "there is no setting 'optimizer.rate'"),
+        ('"optimizer.momentum" = [0.8, 7.0]', "momentum is 7.0; it must be in"),
+        ('"optimizer.lr" = { low = -1.0, high = 0.1 }', "lr is -1.0"),
         ("", "has no table"),
     ],
 )

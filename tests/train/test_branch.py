@@ -272,6 +272,17 @@ def test_a_schedule_may_begin_in_a_branch(run, tmp_path):
     )
 
 
+def test_data_that_moved_are_the_same_data(origin, run, tmp_path):
+    """The branch goes on in them, however the source was last told where they are."""
+    shutil.copytree(origin / "data", tmp_path / "moved")
+    config = branch(run, tmp_path / "b", at=4, changes={"data": {"path": str(tmp_path / "moved")}})
+    begun, before = state(tmp_path / "b", 4), state(run, 4)
+    assert (begun["position"], begun["data"]) == (before["position"], before["data"]) == (8, before["data"])
+    train(replace(config, until="5 steps"))
+    train(replace(branch(run, tmp_path / "c", at=4), until="5 steps"))
+    assert bits(tensors(tmp_path / "b", 5)) == bits(tensors(tmp_path / "c", 5))
+
+
 # ----------------------------------------------------------------- cooldown
 
 
@@ -286,6 +297,16 @@ def test_a_cooldown_falls_to_zero_and_ends_there(origin, tmp_path, name):
     assert Rates(config).factor(8) == 0
     with pytest.raises(UserError, match="the rate is zero from step 8 on"):
         go_on(config, "9 steps")
+
+
+def test_a_cooldown_ends_where_it_ends(run, tmp_path):
+    with pytest.raises(UserError, match="a cooldown of 3 steps ends there: leave out until"):
+        branch(run, tmp_path / "b", at=4, cooldown=3, changes={"until": "9 steps"})
+    whole = branch(run, tmp_path / "whole", at=4, cooldown=2)
+    train(whole)
+    with pytest.raises(UserError, match=r"the rate is zero from step 6 on, and .*step-00000006 is at 6"):
+        branch(tmp_path / "whole", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_cooldown_that_was_stopped_goes_on(origin, run, tmp_path):

@@ -171,6 +171,13 @@ def test_a_recipe_of_another_optimizer_is_its_class_to_refuse():
         build_optimizer(GPT(MODEL), config.optimizer)
 
 
+@pytest.mark.parametrize("clip", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_norm_to_clip_at_is_above_zero(clip):
+    """A negative one would turn gradients round."""
+    with pytest.raises(UserError, match=r"optimizer.clip is .*must be above 0"):
+        settled(Config(optimizer=OptimizerConfig(clip=clip)))
+
+
 def test_a_constant_rate_has_no_horizon():
     config = Config(until="600 steps")
     assert settled(config) is config

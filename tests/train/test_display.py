@@ -223,3 +223,8 @@ def test_durations(seconds, text):
 )
 def test_short_numbers(number, text):
     assert short(number) == text
+
+
+def test_a_number_beyond_reason_stays_short():
+    row = {"kind": "eval", "step": 1, "tokens": 10, "loss": 700.0, "perplexity": math.exp(700), "sequence": "x"}
+    assert "1.01e+304" in eval_table([row])

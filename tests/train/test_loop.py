@@ -455,7 +455,7 @@ def test_a_checkpoint_knows_all_the_seconds(bench, clock, until):
             raise RuntimeError("fell")
 
     with pytest.raises(RuntimeError, match="fell"):
-        bench.train("run", until=until, log_every=100, diagnose_every=8, listeners=[fall])
+        bench.train("run", until=until, log_every=100, diagnose_every=8, eval_at=(99,), listeners=[fall])
     assert checkpoint.read_state(bench.at("run", 4))["seconds"] == 4.0
 
 
@@ -481,11 +481,18 @@ def test_until_a_loss_of_the_average(bench):
     ]
 
 
-def test_until_a_loss_needs_no_other_evaluation(bench):
-    """Without eval_… the start and the end are judged: the goal is met there, or never."""
-    result = bench.train("run", until="loss 100")
+def test_until_a_loss_needs_evaluations(bench):
+    """Without any it would be met at the start, or never."""
+    with pytest.raises(UserError, match="until a loss needs evaluations: give --eval-per-doubling"):
+        bench.train("run", until="loss 100")
+    result = bench.train("run", until="loss 100", eval_at=(9,))
     assert result.step == 0
     assert [row["step"] for row in bench.rows("run", "eval")] == [0]
+
+
+def test_too_many_threads(bench):
+    with pytest.raises(UserError, match="threads is 100000, must be at most 1024"):
+        bench.train("run", until="1 steps", threads=100_000)
 
 
 def test_a_run_that_is_done_stays_as_it_is(bench):

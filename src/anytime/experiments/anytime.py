@@ -383,6 +383,7 @@ def freeze(path: Path, study: Study, choices: Mapping[str, Choice]) -> dict[str,
             held[name] = {"tried": choices[name].tried, "rate": study.rate, "points": said, **origin()}
             if "recipe" in METHODS[name].options:
                 held[name]["optimizer"] = _optimizer(study, METHODS[name], choices[name])
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(held, indent=1).encode())
     return frozen(path, study) if held else {}
 

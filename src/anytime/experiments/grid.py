@@ -26,6 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from ..train.config import DataConfig, read_toml
 from ..train.data import PYTHON, open_data, write_python
 from ..train.device import choose_device
@@ -126,7 +128,7 @@ class Grid:
                     f"the rows in {self.path} come from other tokens than {self.data}: choose another --out"
                 )
         device = choose_device(self.device)
-        threads = max(1, (os.cpu_count() or 1) // self.jobs) if device.type == "cpu" else 0
+        threads = max(1, torch.get_num_threads() // self.jobs) if device.type == "cpu" else 0
         vocabulary = None if tokenizer is None else tokenizer.vocabulary
         return Machine(os.path.abspath(data), len(train), fingerprint, str(device), threads, self.jobs, vocabulary)
 

@@ -103,7 +103,8 @@ def execute(run: Run, folder: Path, machine: Machine) -> Row | None:
 
 
 def _train(run: Run, folder: Path, machine: Machine) -> Row | None:
-    here = {"run": str(folder), "data": {"path": machine.data}, "device": machine.device, "threads": machine.threads}
+    threads = run.config.threads or machine.threads
+    here = {"run": str(folder), "data": {"path": machine.data}, "device": machine.device, "threads": threads}
     config = merged(run.config, here)
     row: Row = {"key": run.key, "name": run.name, "seed": run.seed, "settings": dict(run.settings)}
     try:

@@ -25,10 +25,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..train.build import build_optimizer, settled
 from ..train.config import Config, merged, preset, read_toml, to_toml
 from ..train.errors import UserError
 from ..train.files import write_atomically
 from ..train.loop import train
+from ..train.model import GPT
 from .grid import deaf, stoppable
 
 Values = dict[str, Any]
@@ -85,7 +89,12 @@ class Space:
         if not isinstance(said, Mapping) or not said:
             raise UserError(f"{path} has no table [space] of what to search")
         space = cls({**values, **more}, tuple(Range.of(name, of) for name, of in said.items()))
-        space.config({r.name: (r.choices or (r.low,))[0] for r in space.ranges})  # that all of it is legal
+        first = {r.name: (r.choices or (r.low,))[0] for r in space.ranges}
+        for r in space.ranges:  # that all of it is legal
+            for value in r.choices or (r.low, r.high):
+                config = settled(space.config({**first, r.name: value}))
+                with torch.device("meta"):
+                    build_optimizer(GPT(config.model), config.optimizer)
         return space
 
     def config(self, found: Mapping[str, Any]) -> Config:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..storage.regions import regions_of
-from .build import build_optimizer, optimizer_class, settled
+from .build import Rates, build_optimizer, optimizer_class, settled
 from .checkpoint import (
     FORMAT,
     MODEL,
@@ -73,6 +73,8 @@ def branch(
             raise UserError(f"{key} is {after.get(key)!r} and was {before.get(key)!r}: a branch cannot change it")
     config = dataclasses.replace(config, run=str(to), data=absolute(config.data))
     if cooldown:
+        if (changes or {}).get("until"):
+            raise UserError(f"a cooldown of {cooldown} steps ends there: leave out until")
         config = dataclasses.replace(config, cooldown=Cooldown(step, cooldown), until=f"{step + cooldown} steps")
         if average == "restart":
             optimizer = dataclasses.replace(config.optimizer, averaging_warmup=step + cooldown)
@@ -80,11 +82,16 @@ def branch(
     elif not (changes or {}).get("until"):
         config = dataclasses.replace(config, until="")
     config = settled(config)
+    last = Rates(config).last_step
+    if last is not None and step >= last:
+        raise UserError(f"the rate is zero from step {last} on, and {found} is at {step}: name an earlier step by --at")
     data = open_data(config.data, source / "data")  # found wanting now, not once the folder is there
     check_vocabulary(data.tokenizer, config.model.vocabulary)
     check_tokenizer(data.tokenizer, tokenizer_in(found))
     with torch.device("meta"):
         build_optimizer(GPT(config.model), config.optimizer)
+    if data.train.fingerprint() != state["data"]:
+        state |= {"data": None, "position": 0}
 
     def write(beside: Path) -> None:
         _fill(beside, found, state, config, restart=average == "restart")
@@ -152,8 +159,6 @@ def _fill(to: Path, found: Path, state: dict[str, Any], config: Config, *, resta
             if name.startswith("optimizer/") and name.endswith(("/d", "/weight_sum")):
                 tensor.zero_()
         model = {name: tensor.clone() for name, tensor in weights(tensors).items()}
-    if config.data.path != state["config"]["data"]["path"]:
-        state |= {"data": None, "position": 0}
     _write(to, found, state, config, model, tensors)
 
 

@@ -74,7 +74,7 @@ def _filled(o: OptimizerConfig) -> dict[str, Any]:
 
 
 def _changed(config: Config, values: Mapping[str, Any]) -> Config:
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **values))
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **values)) if values else config
 
 
 def with_recipe(config: Config) -> Config:
@@ -110,6 +110,8 @@ def settled(config: Config) -> Config:
             f"optimizer.decay_steps is {o.decay_steps}, must be at least 1, and decay_power is {o.decay_power:g}, must "
             "be at least 0"
         )
+    if o.clip is not None and not 0 < o.clip < math.inf:
+        raise UserError(f"optimizer.clip is {o.clip:g}, must be above 0, or nothing for none")
     if o.schedule in ENDLESS:
         if o.horizon is not None:
             raise UserError(f"optimizer.horizon is given but optimizer.schedule is {o.schedule!r}, which has no end")

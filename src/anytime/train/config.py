@@ -239,6 +239,8 @@ class Config:
                 raise UserError(f"{name} is {getattr(self, name)}, must be at least {least}")
         if self.micro_batch and self.batch_size % self.micro_batch:
             raise UserError(f"micro_batch is {self.micro_batch}, must divide batch_size, which is {self.batch_size}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"seed is {self.seed}, must have at most 63 bits")
         Until.parse(self.until)
 
     @property
@@ -405,7 +407,7 @@ def merged(base: T, values: Mapping[str, Any], *, path: str = "", source: str = 
     if not isinstance(values, Mapping):
         raise UserError(f"{source}: {path.rstrip('.') or 'this'} is {values!r}, must be a table of settings")
     if isinstance(base, OptimizerConfig) and bare(str(values.get("name", base.name))) != bare(base.name):
-        kept = ("warmup_steps", "schedule", "horizon", "decay_part", "clip")
+        kept = ("warmup_steps", "schedule", "horizon", "decay_steps", "decay_power", "decay_part", "clip")
         base = type(base)(**{name: getattr(base, name) for name in kept})  # another optimizer has other options
     if isinstance(base, OptimizerConfig) and values.get("recipe", base.recipe) != base.recipe:
         base = dataclasses.replace(base, **dict.fromkeys(FILLED))  # type: ignore[arg-type]

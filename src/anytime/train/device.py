@@ -19,6 +19,8 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("it computes nothing")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as wrong:
         raise UserError(f"device is {name!r}, which is not here: {str(wrong).splitlines()[0]}") from None

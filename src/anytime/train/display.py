@@ -233,7 +233,10 @@ def _number(value: object) -> float:
 
 
 def _decimal(row: Row, name: str, digits: int) -> str:
-    return f"{_number(row[name]):.{digits}f}" if name in row else "-"
+    if name not in row:
+        return "-"
+    number = _number(row[name])
+    return f"{number:.{digits}f}" if abs(number) < 1e9 else f"{number:.3g}"
 
 
 def _loss(row: Row) -> str:

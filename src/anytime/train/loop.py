@@ -109,6 +109,8 @@ class Loop:
         self.run, self.listeners, self.warn, self.world = run, listeners, warn, world
         self.config = config = run.config
         self.until = Until.parse(config.until)
+        if config.threads > 1024:  # torch may fall down
+            raise UserError(f"threads is {config.threads}, must be at most 1024")
         if config.threads:
             torch.set_num_threads(config.threads)
         self.device = world.device
@@ -124,6 +126,8 @@ class Loop:
             )
         if self.until.kind == "loss" and self.data.validation is None:
             raise UserError("until a loss needs validation tokens: give some by --data.validation")
+        if self.until.kind == "loss" and not (config.eval_per_doubling or config.eval_every or config.eval_at):
+            raise UserError("until a loss needs evaluations: give --eval-per-doubling, --eval-every or --eval-at")
         if config.prompt and not (self.data.tokenizer is not None and self.data.tokenizer.encode(config.prompt)):
             raise UserError(f"prompt is {config.prompt!r}: it needs a --data.tokenizer that makes tokens of it")
         separator = None
@@ -423,7 +427,7 @@ class Loop:
 
     def _evaluates_at_all(self) -> bool:
         c = self.config
-        return bool(c.eval_per_doubling or c.eval_every or c.eval_at) or self.until.kind == "loss"
+        return bool(c.eval_per_doubling or c.eval_every or c.eval_at)
 
     def _evaluation_due(self) -> bool:
         c, step = self.config, self.step

@@ -103,6 +103,8 @@ def evaluate_model(
     config = trained.model.config
     if count is None:
         count = (stored_config(_run_of(trained)) or Config()).eval_tokens
+    if count < 1:
+        raise UserError(f"tokens is {count}, must be at least 1")
     validation, tokenizer = _validation(trained, data)
     check_vocabulary(tokenizer, config.vocabulary)
     check_tokenizer(tokenizer, trained.tokenizer)
