@@ -17,7 +17,7 @@ from typing import Any
 from . import commands, studies
 from .studies import say
 from .train import config as settings
-from .train.build import Rates, settled
+from .train.build import Rates, settled, without_recipe
 from .train.config import Config, Until
 from .train.errors import Elsewhere, UserError
 from .train.loop import Result
@@ -170,7 +170,6 @@ def _base(file: str | None, given: Mapping[str, str], *, bare: bool) -> Config:
 
     A `bare` command has no others but an end: with a folder alone it goes on there, and begins nothing.
     """
-    from .train.build import without_recipe
     from .train.checkpoint import checkpoints_in
     from .train.runs import stored_config
 
@@ -178,16 +177,14 @@ def _base(file: str | None, given: Mapping[str, str], *, bare: bool) -> Config:
     settings.merged(Config(), {key: values[key] for key in ("preset", "run") if key in values}, source=file or "")
     name = given.get("preset", values.get("preset", ""))
     folder = given.get("run") or values.get("run") or f"runs/{name or 'run'}"
-    stored = stored_config(Path(folder))
-    if stored is not None and not checkpoints_in(Path(folder) / "checkpoints"):  # nothing is lost
+    stored, checkpoints = stored_config(Path(folder)), checkpoints_in(Path(folder) / "checkpoints")
+    if stored is not None and not checkpoints:  # nothing is lost
         stored = without_recipe(stored) if name in ("", stored.preset) else None
     if stored is not None and name not in ("", stored.preset):
         was = f"the preset {stored.preset!r}" if stored.preset else "no preset"
         raise UserError(f"{folder} holds a run that began from {was}, not {name!r}: choose another --run")
-    other = any(Path(folder).glob("*")) and not checkpoints_in(
-        Path(folder) / "checkpoints"
-    )  # told of where it is opened
-    if stored is None and bare and {*given} == {"run"} and not values and not other:
+    foreign = any(Path(folder).glob("*")) and not checkpoints  # that is said where it is opened
+    if stored is None and bare and {*given} == {"run"} and not values and not foreign:
         begun = f"--preset NAME begins one there ({', '.join(settings.PRESETS)})"
         raise UserError(f"there is no run in {folder} to go on with; {begun}")
     if stored is None:
