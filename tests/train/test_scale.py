@@ -193,7 +193,7 @@ def gather(world: int, folder: Path) -> list[list[dict]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_holds_and_sends_what_is_planned(world, tmp_path):
     found = gather(world, tmp_path)
     for number, (replicas, shard, tensor, owners, recompute) in enumerate(LAYOUTS[world]):
