@@ -63,7 +63,7 @@ def test_an_owner_is_a_candidate_and_loads_add_up(costs, size, data):
 @patient
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 6))
 def test_no_owner_has_more_than_another_and_one_matrix(costs, size):
-    """What the longest processing time first rule is known for."""
+    """Graham's bound: whoever is fullest had least before its last matrix."""
     load = [0.0] * size
     owners = balanced(costs, [range(size)] * len(costs), load)
     smallest = {
@@ -71,8 +71,20 @@ def test_no_owner_has_more_than_another_and_one_matrix(costs, size):
     }
     for rank in range(size):
         assert load[rank] - smallest[rank] <= min(load)
-    best = max(max(costs), sum(costs) / size)
-    assert max(load) <= (4 / 3) * best + max(costs) / 3
+    assert size * max(load) <= sum(costs) + (size - 1) * max(costs)
+
+
+@patient
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 3))
+def test_owners_are_within_a_third_of_the_best_division(costs, size):
+    """What the longest processing time first rule is known for: 4/3 − 1/(3 size) of the best that there is."""
+    load = [0.0] * size
+    balanced(costs, [range(size)] * len(costs), load)
+    best = min(
+        max(sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(size))
+        for owners in product(range(size), repeat=len(costs))
+    )
+    assert 3 * size * max(load) <= (4 * size - 1) * best
 
 
 def test_equal_matrices_go_around():
