@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -19,7 +19,6 @@ from anytime.distributed.processes import _differences
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 SIDES = st.integers(1, 9)
-patient = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 class Mesh:
@@ -46,7 +45,6 @@ def chunks(side: int, number: int) -> list[tuple[int, int]]:
 # ------------------------------------------------------------------- owners
 
 
-@patient
 @given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 6), st.data())
 def test_an_owner_is_a_candidate_and_loads_add_up(costs, size, data):
     among = [
@@ -60,7 +58,6 @@ def test_an_owner_is_a_candidate_and_loads_add_up(costs, size, data):
         assert load[rank] == before[rank] + sum(c for c, owner in zip(costs, owners, strict=True) if owner == rank)
 
 
-@patient
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 6))
 def test_no_owner_has_more_than_another_and_one_matrix(costs, size):
     """Graham's bound: whoever is fullest had least before its last matrix."""
@@ -74,7 +71,6 @@ def test_no_owner_has_more_than_another_and_one_matrix(costs, size):
     assert size * max(load) <= sum(costs) + (size - 1) * max(costs)
 
 
-@patient
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 3))
 def test_owners_are_within_a_third_of_the_best_division(costs, size):
     """What the longest processing time first rule is known for: 4/3 − 1/(3 size) of the best that there is."""
@@ -105,7 +101,6 @@ def test_the_cost_of_a_polar_factor():
 # ------------------------------------------------------------------- rounds
 
 
-@patient
 @given(
     st.integers(1, 5).flatmap(
         lambda size: st.tuples(
@@ -152,7 +147,6 @@ def spread_at(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[
     return shape, mesh, placements
 
 
-@patient
 @given(spread_at())
 def test_boxes_are_torchs_chunks_and_tile_the_tensor(drawn):
     shape, mesh, placements = drawn
@@ -231,7 +225,6 @@ def split(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout]:
     return shape, Layout(flat, dim, sizes if draw(st.booleans()) else ())
 
 
-@patient
 @given(split(), st.integers(1, 4), st.data())
 def test_the_layout_of_a_part_is_its_share_of_each_piece(drawn, world, data):
     shape, layout = drawn
@@ -258,7 +251,6 @@ def test_a_flat_kernel_split_by_columns_is_not_cut_along_them():
         Spread(shape, Mesh((2,)), (S1,)).layout_here(layout)
 
 
-@patient
 @given(split(), st.data())
 def test_kinds_and_sides(drawn, data):
     shape, layout = drawn
@@ -271,7 +263,6 @@ def test_kinds_and_sides(drawn, data):
     assert layout.sides(shape) == [tuple(piece.shape[-2:]) for piece in layout.pieces(torch.empty(shape))]
 
 
-@patient
 @given(split(), st.integers(1, 4), st.data())
 def test_a_statistic_a_row_is_spread_as_rows_are(drawn, world, data):
     shape, layout = drawn
@@ -289,7 +280,6 @@ def test_a_statistic_a_row_is_spread_as_rows_are(drawn, world, data):
 # ------------------------------------------------------------------- units
 
 
-@patient
 @given(split(), st.integers(1, 3), st.integers(1, 3), st.data())
 def test_units_are_the_matrices_and_their_parts_tile_them(drawn, a, b, data):
     shape, layout = drawn

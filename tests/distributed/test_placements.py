@@ -272,7 +272,7 @@ def test_any_placement_at_length(pools, world):
 
 
 def any_placement(pools: Any, world: int, examples: int) -> None:
-    @settings(max_examples=examples, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(spreads(world), st.sampled_from(["SFNorMuon", "SFMuon, aspect", "max-side", "NorMuon"]))
     def run(drawn: tuple[dict[str, Any], dict[str, Any], Where], name: str) -> None:
         shapes, rules, where = drawn

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -123,7 +123,7 @@ def refuses(
 
 
 @each
-@settings(max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_run_stopped_anywhere_goes_on_bit_for_bit(name: str, data: st.DataObject) -> None:
     options = data.draw(st.sampled_from(OPTIONS.get(name, [{}])))

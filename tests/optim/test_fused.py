@@ -747,7 +747,6 @@ EVENTS += (rate_filled, numbers, choices, state_replaced, state_remade, state_da
 EVENTS += (weights_changed, narrowed, widened, evaluated)
 #: Shrinking would take minutes: the events are printed as they are.
 QUICKLY = settings(
-    derandomize=True,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -14,7 +14,7 @@ from anytime.theory import Constants
 from anytime.theory.bounds import log_e
 
 F64 = torch.float64
-many = settings(derandomize=True, max_examples=60)
+many = settings(max_examples=60)
 some = settings(many, max_examples=15)
 unit = st.floats(0.0, 0.99)
 size = st.floats(1e-2, 1e2)

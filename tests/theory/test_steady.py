@@ -13,7 +13,7 @@ import anytime
 from anytime import theory
 
 F64 = torch.float64
-many = settings(derandomize=True, max_examples=40)
+many = settings(max_examples=40)
 some = settings(many, max_examples=15)
 cosine = st.floats(-1, 1)
 shrink = st.floats(0.01, 0.95)
