@@ -401,6 +401,19 @@ def test_a_recipe_is_whole_whatever_the_preset_says(here, asked, where):
     assert {getattr(found, key) for key in FILLED if key != "momentum"} == {None}
 
 
+def test_a_branch_of_another_recipe_keeps_what_is_said_beside_it(here, monkeypatch):
+    """Though it be what the recipe before had filled in."""
+    assert main(["train", "tiny.toml", "--run", "recipe", "--optimizer.recipe", "anytime", "--until", "2 steps"]) == 0
+    asked: list[Config] = []
+    monkeypatch.setattr(cli, "_run", lambda config: asked.append(config) or 0)
+    options = ["--optimizer.recipe", "paper", "--optimizer.betas", "0.4", "0.95"]
+    main(["branch", "recipe", *options, "--until", "4 steps"])
+    found = asked[-1].optimizer
+    assert (found.recipe, found.betas, found.momentum_growth) == ("paper", (0.4, 0.95), None)
+    main(["branch", "recipe", "--run", "plainly", "--optimizer.recipe", "paper", "--until", "4 steps"])
+    assert asked[-1].optimizer.betas == (0.9, 0.95)
+
+
 def test_a_recipe_that_is_not_there(here, capsys):
     words = fails(["train", "--optimizer.recipe", "any", "--run", "x"], capsys)
     assert "optimizer.recipe is 'any', must be one of 'paper', 'anytime'" in words

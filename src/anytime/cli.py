@@ -190,8 +190,12 @@ def _base(file: str | None, given: Mapping[str, str], *, bare: bool) -> Config:
     if stored is None:
         stored = settings.merged(Config(), settings.preset(name) if name else {})
     config = settings.merged(stored, {**values, "preset": name or stored.preset, "run": folder}, source=file or "")
-    aside = {key.removeprefix("optimizer."): given[key] for key in _ASIDE if key in given}
-    return settings.merged(config, {"optimizer": aside}, source="the command line")
+    return settings.merged(config, {"optimizer": _aside(given)}, source="the command line")
+
+
+def _aside(given: Mapping[str, str]) -> dict[str, Any]:
+    """Of _ASIDE, as a table of the optimizer's."""
+    return {key.removeprefix("optimizer."): given[key] for key in _ASIDE if key in given}
 
 
 def _run(config: Config) -> int:
@@ -258,16 +262,19 @@ def branch(arguments: list[str]) -> int:
             say(inspect.cleandoc(branch.__doc__ or ""))
             return 0
         raise UserError("name the run to branch from: anytime branch RUN --at STEP")
-    given = _take(rest, "at", "cooldown", "average", "run", "until")
+    given = _take(rest, "at", "cooldown", "average", "run", "until", *_ASIDE)
     old = stored_config(Path(source))
     if old is None:
         raise UserError(f"{source} is not a run's folder")
     at, cooldown = _whole("at", given.get("at")), _whole("cooldown", given.get("cooldown")) or 0
     step = at if at is not None else step_of(find_checkpoint(Path(source)))
     folder = given.get("run", f"{source.rstrip('/')}-{'cooldown' if cooldown else 'branch'}-{step}")
-    new = _parse(Config, "branch", rest, default=dataclasses.replace(old, run=folder), about=branch.__doc__)
-    before = settings.flat(dataclasses.asdict(old))
+    aside = _aside(given)
+    base = settings.merged(old, {"optimizer": aside}, source="the command line")
+    new = _parse(Config, "branch", rest, default=dataclasses.replace(base, run=folder), about=branch.__doc__)
+    before = settings.flat(dataclasses.asdict(base))
     changes: dict[str, Any] = {"until": given["until"]} if "until" in given else {}
+    changes |= {"optimizer": aside} if aside else {}
     for key, value in settings.flat(dataclasses.asdict(new)).items():
         if value != before[key] and key != "run":
             table = changes

@@ -630,6 +630,43 @@ def group_of_one(mode: str) -> Arrays:
     return train(("SFNorMuon", {**options, "process_group": groups[dist.get_rank()]}), torch.float32, 5)
 
 
+def _several(mode: str, count: int) -> tuple[dict[str, nn.Parameter], Any]:
+    """Square matrices, one of which each process owns in turn, after a step."""
+    torch.manual_seed(0)
+    named = {name: nn.Parameter(torch.randn(8, 8)) for name in "abcd"[:count]}
+    optimizer = make(("SFNorMuon", {"lr": 0.1, "warmup_steps": 0, "owners": mode}), named.items(), {})
+    for p in named.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return named, optimizer
+
+
+def exchanged_under_owners(mode: str) -> str:
+    """What is said when one matrix is exchanged for another."""
+    _, optimizer = _several(mode, 3)
+    optimizer.param_groups[0]["params"][1] = p = nn.Parameter(torch.ones(8, 8))
+    p.grad = torch.ones_like(p)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def taken_away_under_owners(mode: str) -> list[str]:
+    """Which parameters are left to be gathered when a group of them is taken away."""
+    named, optimizer = _several(mode, 1)
+    more = nn.Parameter(torch.ones(8, 8))
+    optimizer.add_param_group({"params": [("more", more)]})
+    named["a"].grad = torch.ones(8, 8)
+    optimizer.step()
+    optimizer.param_groups.pop()
+    optimizer.step()
+    return [name for name, p in named.items() if p in optimizer._team.owners.of] + ["more"] * (
+        more in optimizer._team.owners.of
+    )
+
+
 def groups_made() -> tuple[list[int], list[int]]:
     """How many groups of processes there are after each of three optimizers of a pair has taken a step, and who is in
     the pair's group."""

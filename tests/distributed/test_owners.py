@@ -175,6 +175,14 @@ def test_a_group_of_one_process(pools, mode):
             np.testing.assert_array_equal(found[key], value)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_exchanged_under_owners_are_refused_everywhere(pools, mode):
+    """By those too that hold nothing of what was exchanged."""
+    for found in pools(2)(tasks.exchanged_under_owners, mode):
+        assert f"1 parameters were exchanged for others, but owners={mode!r} was settled" in found
+    assert [*pools(2)(tasks.taken_away_under_owners, mode)] == [["a"]] * 2
+
+
 def test_unknown_owners():
     with pytest.raises(ValueError, match=r"owners is 'nobody'.*'factor', 'state', 'gradient'"):
         anytime.SFNorMuon([torch.nn.Parameter(torch.ones(2, 2))], owners="nobody")

@@ -442,6 +442,64 @@ def test_parameters_exchanged_in_mid_training_are_an_error():
     assert list(optimizer.iterates(pruned).z.shape) == [2, 4]
 
 
+def test_parameters_exchanged_after_a_step_may_be_loaded():
+    """All state is replaced then, and none lost."""
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    optimizer, saved = anytime.SFNorMuon(model, lr=0.1), anytime.SFNorMuon(other, lr=0.1)
+    for some, its in ((model, optimizer), (other, saved)):
+        for _ in range(2):
+            for p in some.parameters():
+                p.grad = torch.ones_like(p)
+            its.step()
+    for group, theirs in zip(optimizer.param_groups, saved.param_groups, strict=True):
+        group["params"] = list(theirs["params"])
+    with pytest.raises(RuntimeError, match="2 parameters were exchanged"):
+        optimizer.state_dict()
+    optimizer.load_state_dict(saved.state_dict())
+    assert optimizer.state.keys() == set(other.parameters())
+    for p in other.parameters():
+        assert torch.equal(optimizer.iterates(p).x, saved.iterates(p).x)
+
+
+def test_parameters_made_on_meta_are_taken_up_where_they_are_put():
+    with torch.device("meta"):
+        model = nn.Linear(4, 3)
+    optimizer = anytime.SFNorMuon(model, lr=0.1, warmup_steps=0)
+    names = [group["param_names"] for group in optimizer.param_groups]
+    model.to_empty(device="cpu")
+    now = dict(model.named_parameters())
+    for p in now.values():
+        nn.init.ones_(p)
+        p.grad = torch.ones_like(p)
+    for group, those in zip(optimizer.param_groups, names, strict=True):
+        group["params"] = [now[name] for name in those]
+    optimizer.step()
+    assert optimizer.state.keys() == set(now.values())
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+    assert all((p < 1).all() for p in now.values())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_group_that_is_taken_away_takes_its_state_along(frozen: bool) -> None:
+    """It is no exchange, though a frozen parameter has no state."""
+    kept, gone = nn.Linear(4, 3), nn.Linear(3, 3)
+    kept.bias.requires_grad_(not frozen)
+    optimizer = anytime.SFNorMuon([{"params": list(kept.parameters())}, {"params": list(gone.parameters())}], lr=0.1)
+
+    def step() -> None:
+        for p in (*kept.parameters(), *gone.parameters()):
+            p.grad = torch.ones_like(p) if p.requires_grad else None
+        optimizer.step()
+
+    step()
+    mine = set(kept.parameters())
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if set(group["params"]) <= mine]
+    assert len(optimizer.state_dict()["state"]) == 2 - frozen
+    step()
+    assert optimizer.state.keys() == {p for p in mine if p.requires_grad}
+    assert copy.deepcopy(optimizer).state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
 @pytest.mark.parametrize("what", ["eval", "load"])
 def test_what_an_evaluation_makes_can_be_written_to(what: str) -> None:
     """State that is moved or loaded inside inference mode takes steps outside of it."""

@@ -188,6 +188,17 @@ def restored(run: Path, step: int, model: GPT | None = None) -> tuple[GPT, dict]
     return model, {name: optimizer.iterates(p) for name, p in model.named_parameters()}
 
 
+def test_another_rate_has_what_the_recipe_fills_in_for_it(origin, run, tmp_path):
+    """λ, of which η λ does not depend on the rate; without another rate nothing is filled in anew."""
+    train(settings(origin, str(tmp_path / "recipe"), recipe="anytime", lr=0.1, momentum=0.7))
+    old = stored_config(tmp_path / "recipe").optimizer
+    assert (old.weight_decay, old.warmup_steps) == (pytest.approx(0.2), 2)
+    lower = branch(tmp_path / "recipe", tmp_path / "lower", changes={"optimizer": {"lr": 0.05}}).optimizer
+    assert lower == replace(old, lr=0.05, weight_decay=pytest.approx(0.4))
+    same = branch(tmp_path / "recipe", tmp_path / "same", changes={"optimizer": {"clip": 1.0}}).optimizer
+    assert same == replace(old, clip=1.0)
+
+
 def test_other_data_begin_at_their_beginning(origin, run, tmp_path):
     other = str(origin / "other")
     config = branch(run, tmp_path / "b", at=4, changes={"data": {"path": other}})

@@ -22,7 +22,7 @@ from anytime import cli
 from anytime.optim import sf_spectral
 from anytime.train import build, checkpoint, data, runs
 from anytime.train.batches import Batches
-from anytime.train.config import FILLED, Config
+from anytime.train.config import FILLED, Config, to_toml
 from anytime.train.errors import UserError
 from anytime.train.runs import Lines, Run, find_checkpoint, read_lines, some, stored_config
 from anytime.train.shards import Tokens, write_shard
@@ -291,6 +291,24 @@ def test_a_run_without_a_checkpoint_may_have_another_rate(bench):
     assert (found.lr, found.warmup_steps, found.momentum) == (0.02, 200, 0.7)
     settled = build.with_recipe(Config(optimizer=found)).optimizer
     assert (settled.weight_decay, settled.decay_fading, settled.rate_fall_start) == (0.5, 200, 200)
+
+
+@pytest.mark.parametrize(
+    ("said", "warmup"),
+    [(["--optimizer.warmup-steps", "500"], 500), (["--preset", "demo"], 40), ([], 150), (["--preset", "30M"], 300)],
+)
+def test_a_run_without_a_checkpoint_keeps_its_warmup(bench, said, warmup):
+    """The same command again, or the folder alone."""
+    folder = bench.folder / "run"
+    begin = ["--run", str(folder), *said, "--optimizer.recipe", "anytime", "--until", "1 steps"]
+    first = build.settled(cli._asked([*begin]))
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(first))
+    (folder / "lock").touch()
+    for again in (begin, ["--run", str(folder), "--until", "1 steps"]):
+        found = build.settled(cli._asked([*again])).optimizer
+        assert found == first.optimizer
+        assert (found.warmup_steps, found.decay_fading) == (warmup, max(warmup, 100))
 
 
 def test_the_command_remembers_the_settings(bench, capsys):

@@ -237,7 +237,9 @@ def product(A: Tensor, B: Tensor) -> Tensor:
 
 def _onednn() -> bool:
     backends = torch.backends
-    return bool(torch._C._has_mkldnn and backends.mkldnn.enabled and backends.cpu.get_cpu_capability() == "AVX512")
+    if not (torch._C._has_mkldnn and backends.mkldnn.enabled and backends.cpu.get_cpu_capability() == "AVX512"):
+        return False
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise")  # it is no public name
 
 
 # ------------------------------------------------------------ exact, and parts

@@ -57,6 +57,11 @@ class Team:
             self.owners.add(params, layouts)
         self._agreed.clear()
 
+    def forget(self, p: Tensor) -> None:
+        """A parameter that leaves, everywhere."""
+        if self.owners is not None:
+            self.owners.of.pop(p, None)
+
     def holds(self, p: Tensor) -> bool:
         """Whether this process has the parameter's state."""
         return self.owners is None or self.owners.holds(p)

@@ -80,7 +80,7 @@ class Method:
 
 _NORMUON = {
     "weight_decay": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4), "adam_weight_decay": (None, 0.0),
-    "momentum": (0.8, 0.9, 0.95),
+    "momentum": (0.7, 0.8, 0.9, 0.95, 0.98),
 }  # fmt: skip
 _AVERAGED = {"name": "SFNorMuon", "betas": [0.0, 0.95], "nesterov": True, "averaging_warmup": WARMUP}
 _WEIGHTS = {"momentum": (0.9, 0.95), "averaging_power": (4.0, 9.0), "weight_decay": (0.025, 0.05, 0.1)}
@@ -114,10 +114,10 @@ METHODS = {
         Method(
             "SF-NorMuon, retuned", {"name": "SFNorMuon"},
             {
-                "betas": ((0.6, 0.95), (0.8, 0.95), (0.9, 0.95)), "momentum": (0.7, 0.8, 0.9),
-                "weight_decay": (0.0125, 0.025, 0.05, 0.1), "adam_weight_decay": (None, 0.0),
+                "betas": ((0.6, 0.95), (0.8, 0.95), (0.9, 0.95)), "momentum": (0.5, 0.6, 0.7, 0.8, 0.9),
+                "weight_decay": (0.0125, 0.025, 0.05, 0.1, 0.2), "adam_weight_decay": (None, 0.0),
             },
-            {"betas": (0.9, 0.95), "weight_decay": 0.05},
+            {"betas": (0.9, 0.95), "weight_decay": 0.05, "momentum": 0.8},
         ),
         Method(
             "AMUSE", {"name": "SFMuon", "momentum": 0.95, "beta_growth_start": WARMUP},

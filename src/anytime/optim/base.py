@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, overload
 
@@ -102,6 +102,7 @@ class AnytimeOptimizer(Resumable):
         self._training = True
         self._skipped: dict[torch.device, Tensor] = {}
         self._fitted: dict[Tensor, tuple[torch.device, torch.dtype]] = {}
+        self._known: set[Tensor] = set()
         self._module = weakref.ref(params) if isinstance(params, nn.Module) else None
         collected = routing.collect(params)
         refuse_flat(given.param for members, _ in collected for given in members)
@@ -109,7 +110,7 @@ class AnytimeOptimizer(Resumable):
         super().__init__(groups, dict((matrix or rest).options))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("plan", "_router", "_on_nonfinite", "_graph", "_chunk_bytes", "_training", "_skipped", "_team")
+        own = ("plan", "_router", "_on_nonfinite", "_graph", "_chunk_bytes", "_training", "_skipped", "_team", "_known")
         kept = {name: getattr(self, name) for name in own}
         return {**super().__getstate__(), **kept, "_fitted": {}, "_fused": fused.Engines(), "_module": None}
 
@@ -143,39 +144,55 @@ class AnytimeOptimizer(Resumable):
                 self.add_param_group(group)
         except Exception:
             for group in self.param_groups[before:]:
-                for p in group["params"]:
-                    self.state.pop(p, None)
+                self._forget(group["params"])
             del self.param_groups[before:]
             raise
         self.plan.entries.extend(entries)
 
     def _take_up(self, group: Group) -> None:
-        everywhere = list(places(group))
+        """Decides who holds a group's parameters, and makes their state; of those that are new."""
+        fresh = [place for place in places(group) if place.param not in self._known]
         self._team.add(
-            [place.param for place in everywhere],
-            [Layout.parse(place.layout) for place in everywhere],
+            [place.param for place in fresh],
+            [Layout.parse(place.layout) for place in fresh],
             matrices=group["rule"] not in ELEMENTWISE,
         )
-        for place in everywhere:
+        self._known.update(place.param for place in fresh)
+        for place in fresh:
             if place.param.requires_grad and self._team.holds(place.param):
                 self._ensure_state(place)
 
-    def _follow(self) -> None:
-        """Takes up parameters that were put in the places of those given: Accelerate shards a model after its optimizer
-        was made, and exchanges them in the groups."""
-        mine = {p for group in self.param_groups for p in group["params"]}
-        gone = [p for p in self.state if p not in mine]
-        if not gone or mine <= self.state.keys():
-            return
-        if any(state["step"].item() for state in map(self.state.__getitem__, gone) if state):
-            raise RuntimeError(
-                f"{type(self).__name__}: {len(gone)} parameters were exchanged for others after the first step, and "
-                "their state belongs to the old ones. Save, build the optimizer on the new parameters, and load; or "
-                "move the entries of optimizer.state yourself"
-            )
-        for p in gone:
-            del self.state[p]
+    def _forget(self, params: Iterable[Tensor]) -> None:
+        for p in params:
+            self.state.pop(p, None)
             self._fitted.pop(p, None)
+            self._known.discard(p)
+            self._team.forget(p)
+
+    def _follow(self, *, replaced: bool = False) -> None:
+        """Takes up parameters that were put in the places of those given: Accelerate shards a model after its optimizer
+        was made, and exchanges them in the groups. What is in no group any more is forgotten.
+
+        replaced: whether all state is about to be loaded, so that none can be lost.
+        """
+        mine = {p for group in self.param_groups for p in group["params"]}
+        if mine == self._known:
+            return
+        gone, fresh = self._known - mine, mine - self._known
+        if gone and fresh:
+            what = f"{type(self).__name__}: {len(gone)} parameters were exchanged for others"
+            if (owners := self._team.owners) is not None:
+                raise RuntimeError(
+                    f"{what}, but owners={owners.mode!r} was settled: build the optimizer on the new ones"
+                )
+            steps = [self.state[p]["step"] for p in gone if self.state.get(p)]
+            moved = all(map(self.state.get, fresh))
+            if not moved and not replaced and any(not step.is_meta and step.item() for step in steps):
+                raise RuntimeError(
+                    f"{what} after the first step, and their state belongs to the old ones. Save, build the optimizer "
+                    "on the new parameters, and load; or move the entries of optimizer.state yourself"
+                )
+        self._forget(gone)
         for group in self.param_groups:
             self._take_up(group)
 
@@ -630,8 +647,8 @@ class AnytimeOptimizer(Resumable):
         if owners is not None and owners.mode != "factor":
             self._team.sum_(value)
 
-    def fit_state(self) -> None:
-        self._follow()
+    def fit_state(self, *, replaced: bool = False) -> None:
+        self._follow(replaced=replaced)
         for _ in self._each():
             pass
 

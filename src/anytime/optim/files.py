@@ -90,8 +90,8 @@ class Resumable(torch.optim.Optimizer):
         """Whether the state of a parameter is this process's to keep."""
 
     @abstractmethod
-    def fit_state(self) -> None:
-        """Brings the state to where its parameters are, and drops what belongs to none."""
+    def fit_state(self, *, replaced: bool = False) -> None:
+        """Brings the state to where its parameters are, and drops what belongs to none; `replaced` soon by another."""
 
     @abstractmethod
     def state_spec(
@@ -135,7 +135,7 @@ class Resumable(torch.optim.Optimizer):
     @torch.inference_mode(False)  # what is loaded beside an evaluation, steps will write to
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from a state_dict(), once the weights saved with it are in the model; see docs/checkpoints.md."""
-        self.fit_state()
+        self.fit_state(replaced=True)
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict

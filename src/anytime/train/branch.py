@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..storage.regions import regions_of
-from .build import Rates, build_optimizer, optimizer_class, settled
+from .build import Rates, build_optimizer, optimizer_class, settled, without_recipe
 from .checkpoint import (
     FORMAT,
     MODEL,
@@ -66,7 +66,8 @@ def branch(
     found = find_checkpoint(source, at)
     state = read_state(found)
     step: int = state["step"]
-    config = merged(old, changes or {}, source="the branch's settings")
+    begun = without_recipe(old) if "lr" in (changes or {}).get("optimizer", {}) else old  # it fills in for the new rate
+    config = merged(begun, changes or {}, source="the branch's settings")
     before, after = flat(plain(old)), flat(plain(config))
     for key in {**before, **after}:
         if key.startswith(_KEPT) and before.get(key) != after.get(key):

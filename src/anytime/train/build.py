@@ -86,7 +86,10 @@ def with_recipe(config: Config) -> Config:
 def without_recipe(config: Config) -> Config:
     """The settings less what their recipe fills in, so that another rate may be given and it is filled in for that."""
     o = config.optimizer
-    return _changed(config, {name: None for name, value in _filled(o).items() if getattr(o, name) == value})
+    filled = _filled(o)
+    if filled:  # of the warmup it must not be what is given
+        filled["warmup_steps"] = warmup(dataclasses.replace(o, warmup_steps=None))
+    return _changed(config, {name: None for name, value in filled.items() if getattr(o, name) == value})
 
 
 def recalled(config: Config, groups: Sequence[Mapping[str, Any]]) -> Config:
