@@ -60,9 +60,8 @@ def test_regret_by_hand():
     regret = Regret.of({1: [3.0, 3.2], 2: [2.5, 2.5]}, {1: [2.9, 3.1], 2: [2.5, 2.6]})
     assert regret.means == pytest.approx({1: 0.1, 2: -0.05})
     most, upper = regret.most
-    spread = math.sqrt((0.05**2 + 0.05**2) / 2)  # two horizons, two seeds: two degrees of freedom
-    assert most == pytest.approx(0.1)
-    assert upper == pytest.approx(0.1 + student(2) * spread / math.sqrt(2))
+    assert most == pytest.approx(0.1)  # without spread; the other horizon is lower, but its end is higher
+    assert upper == pytest.approx(-0.05 + student(1) * statistics.stdev([0.0, -0.1]) / math.sqrt(2))
     mean, upper = regret.mean
     assert mean == pytest.approx(0.025)  # the seeds' own are 0.05 and 0
     assert upper == pytest.approx(0.025 + student(1) * statistics.stdev([0.05, 0.0]) / math.sqrt(2))
@@ -111,6 +110,22 @@ def test_span_between_points_and_beside_a_divergence():
     assert seen
     assert width == pytest.approx(0.5)
     assert span({1.0: math.inf, 2.0: 3.0, 4.0: 3.01, 8.0: 3.1, 16.0: 3.0})[0] == pytest.approx(1 + 0.01 / 0.09)
+
+
+def test_span_where_all_diverged():
+    assert span({1.0: math.inf, 2.0: math.inf, 4.0: math.inf}) == (0.0, True)
+
+
+def test_a_seed_that_diverged_leaves_no_upper_end():
+    regret = Regret.of({1: [3.0, math.inf], 2: [2.5, 2.5]}, {1: [2.9, 3.1], 2: [2.5, 2.6]})
+    assert regret.most == (math.inf, math.inf)
+
+
+@pytest.mark.parametrize(("loss", "said"), [(3.0, "1.00"), (3.1, "0.71"), (2.99, "> 1"), (3.61, "< 0.125")])
+def test_the_token_ratio_in_words(loss, said):
+    """Beyond the envelope's ends nothing is known but the side."""
+    envelope = {h: 3.6 - 0.2 * math.log2(h) for h in (1, 2, 4, 8)}
+    assert frontier._ratio(envelope, loss) == said
 
 
 # -------------------------------------------------------------------- searches
@@ -461,6 +476,26 @@ def test_a_row_that_is_missing_is_named(whole, tmp_path):
         frontier.redraw(Found(NANO, rows), methods, choices, tmp_path)
 
 
+def test_a_row_that_was_not_looked_at_is_named(whole):
+    """Unlike one that diverged before."""
+    _, found, choices, _ = whole
+    run = found.final(METHODS["anytime"], choices["anytime"])[0]
+    row = {**found.rows[run.key], "losses": {}}
+    with pytest.raises(UserError, match=r"the row of 'anytime, rate .*', seed 0, was not looked at in step 280"):
+        Found(NANO, {**found.rows, run.key: row}).losses(METHODS["anytime"], choices["anytime"])
+    failed = Found(NANO, {**found.rows, run.key: {**row, "failed": "the loss is nan at step 3"}})
+    assert failed.losses(METHODS["anytime"], choices["anytime"])[1][0] == math.inf
+
+
+def test_settings_at_the_end_of_their_values_are_marked():
+    """The best may lie beyond; an axis of two values has nothing beyond."""
+    method, rate = METHODS["NorMuon"], 0
+    inner = {"weight_decay": 0.1, "adam_weight_decay": 0.0, "momentum": 0.9, "schedule": "linear"}
+    points = {1: [Try.of(inner, rate)], 2: [Try.of({**inner, "weight_decay": 0.4, "momentum": 0.7}, rate)]}
+    table = frontier.settings(NANO, [method], {"NorMuon": Choice(points, 2)})
+    assert [row[1:2] + row[4:] for row in table.body] == [["1×", ""], ["2×", "weight_decay, momentum"]]
+
+
 def test_what_was_chosen_stays(whole, tmp_path):
     """Later rows cannot change it, and another rate cannot be mistaken for it."""
     _, _, choices, _ = whole
@@ -480,12 +515,12 @@ def test_a_recipe_that_was_frozen_cannot_change(whole, tmp_path, monkeypatch):
     _, _, choices, _ = whole
     path = tmp_path / "frozen.json"
     freeze(path, NANO, choices)
-    assert json.loads(path.read_text())["anytime"]["optimizer"]["momentum_growth"] == 0.3
+    assert json.loads(path.read_text())["anytime"]["optimizer"]["optimizer.momentum_growth"] == 0.3
     assert frozen(path, NANO) == choices
     plain = sf_spectral.RECIPES["anytime"]
     other = dataclasses.replace(plain, fill=lambda lr, warmup: plain.fill(lr, warmup) | {"momentum": 0.1})
     monkeypatch.setitem(sf_spectral.RECIPES, "anytime", other)
-    with pytest.raises(UserError, match=r"anytime has changed since it was frozen: momentum: 0\.1 was 0\.8$"):
+    with pytest.raises(UserError, match=r"has changed since it was frozen: optimizer\.momentum: 0\.1 was 0\.8$"):
         frozen(path, NANO)
 
 

@@ -116,6 +116,18 @@ def test_a_longer_run_of_the_same_name_goes_on_from_the_shorter(grid):
     assert [row["step"] for row in rows if row["kind"] == "start"] == [0, 4]
 
 
+def test_a_step_that_another_run_passed_without_looking_is_looked_at(grid):
+    """The longer run goes on from the shorter, which had passed step 3: so it begins anew."""
+    short, long = run(until="4 steps"), run(eval_at=[3, 8])
+    assert short.folder(grid.work) == long.folder(grid.work)
+    grid.fill([short])
+    grid.fill([long])
+    assert list(grid.rows[long.key]["losses"]) == ["3", "8"]
+    rows = read_lines(long.folder(grid.work) / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["kind"] == "start"] == [0]
+    assert run(eval_tokens=64).folder(grid.work) != short.folder(grid.work)
+
+
 def test_two_that_share_a_folder_are_not_run_at_once(grid):
     with pytest.raises(UserError, match="two runs named 'a' of seed 0"):
         grid.fill([run(until="4 steps"), run()])

@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..train.config import PRESETS, nearest, plain
+from ..train.config import PRESETS, nearest
 from ..train.errors import UserError
 from ..train.files import write_atomically
 from ..train.model import ModelConfig
 from ..train.runs import origin
 from .recipes import Rows
-from .run import Row, Run
+from .run import Row, Run, unusual
 from .search import Loss, Rule, Try, bracket, coordinates, search
 
 #: The most tries of a method's search, and of an enveloped one's at each horizon after its first.
@@ -77,6 +77,11 @@ class Method:
         middle = {axis: values[(len(values) - 1) // 2] for axis, values in self.axes.items()}
         return Try.of({**middle, **self.start}, 0)
 
+    def ends(self, point: Try) -> list[str]:
+        """What stands at an end of its values, so that the best may lie beyond."""
+        setting = dict(point.setting)
+        return [axis for axis, of in self.axes.items() if len(of) > 2 and setting.get(axis) in (of[0], of[-1])]
+
 
 _NORMUON = {
     "weight_decay": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4), "adam_weight_decay": (None, 0.0),
@@ -121,7 +126,8 @@ METHODS = {
         ),
         Method(
             "AMUSE", {"name": "SFMuon", "momentum": 0.95, "beta_growth_start": WARMUP},
-            {"beta": (0.4, 0.6, 0.8), "beta_growth": (0.2, 0.4, 0.6), "weight_decay": (0.025, 0.05, 0.1)},
+            {"beta": (0.4, 0.6, 0.8), "beta_growth": (0.2, 0.4, 0.6), "weight_decay": (0.025, 0.05, 0.1, 0.2)},
+            {"weight_decay": 0.05},
         ),
         Method("constant rate, weights t^r", _AVERAGED, _WEIGHTS),
         Method(
@@ -231,7 +237,7 @@ STUDIES = {
         Study("nano", "demo", (1, 2), (0, 1), rate=0.05, warmup=20, tries=6, later=4, settings=_TINY),
         Study("0.5M", "0.5M", (1, 8, 32), (0, 1, 2), later=16),
         Study("2M", "2M", (1, 2, 4, 8), (0, 1, 2, 3, 4, 5)),
-        Study("6M", "6M", (1, 2, 4), (0, 1), kept=1, inherits="2M"),
+        Study("6M", "6M", (1, 2, 4), (0, 1, 2), kept=1, inherits="2M"),
         Study("12M", "12M", (1,), (0,), kept=1, inherits="2M"),
     )
 }
@@ -406,7 +412,7 @@ def frozen(path: Path, study: Study) -> dict[str, Choice]:
 def _optimizer(study: Study, method: Method, choice: Choice) -> dict[str, Any]:
     """The options of the run that counts, those that a recipe fills in too."""
     run = study.run(method, choice.points[choice.last][0], choice.last, study.seeds[0])
-    return plain(run.config.optimizer)
+    return {k: v for k, v in unusual(run.config).items() if k.startswith("optimizer.")}
 
 
 def inherited(method: Method, choices: Mapping[str, Choice], study: Study) -> Method:

@@ -180,7 +180,6 @@ def regrets(
     for method in methods:
         found = losses[method.name]
         regret = Regret.of(found, {h: values[: len(found[h])] for h, values in envelope.items()})
-        ratio = token_ratio(means, study.horizons[-1], statistics.fmean(found[study.horizons[-1]]))
         body.append(
             [
                 method.name,
@@ -188,7 +187,7 @@ def regrets(
                 *(signed(regret.means[h]) for h in study.horizons),
                 _interval(regret.most),
                 _interval(regret.mean),
-                "–" if ratio is None else f"{ratio:.2f}",
+                _ratio(means, statistics.fmean(found[study.horizons[-1]])),
                 str(choices[method.name].tried),
             ]
         )
@@ -199,6 +198,15 @@ def regrets(
         "for the same loss."
     )
     return Table(f"Regret against the envelope, {study.name}", head, body, note)
+
+
+def _ratio(envelope: Mapping[float, float], loss: float) -> str:
+    """ρ at the last horizon; beyond the envelope's ends, on which side."""
+    first, last = min(envelope), max(envelope)
+    ratio = token_ratio(envelope, last, loss)
+    if ratio is not None:
+        return f"{ratio:.2f}"
+    return "> 1" if loss < envelope[last] else f"< {first / last:.3g}"
 
 
 def signed(value: float) -> str:
@@ -244,8 +252,9 @@ def settings(study: Study, methods: Sequence[Method], choices: Mapping[str, Choi
         for horizon in study.horizons if method.enveloped else study.horizons[-1:]:
             for point in choices[method.name].points[horizon]:
                 at = f"{horizon:g}×" if method.enveloped else "all"
-                body.append([method.name, at, f"{study.lr(point.octave, method):g}", point.said])
-    return Table("Settings", ["", "horizon", "rate", "others"], body)
+                ends = ", ".join(method.ends(point))
+                body.append([method.name, at, f"{study.lr(point.octave, method):g}", point.said, ends])
+    return Table("Settings", ["", "horizon", "rate", "others", "at the end of its values"], body)
 
 
 def picture(

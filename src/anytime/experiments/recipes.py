@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..train.errors import UserError
 from .run import Row, Run
 from .scales import OPTIMIZERS, RECIPES, SCHEDULE_FREE, SCHEDULED, Scale
 
@@ -48,7 +49,10 @@ class Rows:
 
     def loss(self, run: Run, steps: int) -> float:
         """At X; of a run that diverged, infinite."""
-        return float(self.row(run)["losses"].get(str(steps), float("inf")))
+        row = self.row(run)
+        if str(steps) not in row["losses"] and "failed" not in row:
+            raise UserError(f"the row of {run.name!r}, seed {run.seed}, was not looked at in step {steps:,}")
+        return float(row["losses"].get(str(steps), float("inf")))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import functools
 import gc
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +56,7 @@ class Run:
     @functools.cached_property
     def key(self) -> str:
         """What its row is known by."""
-        usual = flat(plain(Config()))
-        said = {k: v for k, v in flat(plain(self.config)).items() if v != usual.get(k) and not k.startswith(HOW)}
+        said = {k: v for k, v in unusual(self.config).items() if not k.startswith(HOW)}
         return f"{self.name} #{self.seed} {digest([said, sorted(self.watch)])}"
 
     @property
@@ -72,13 +72,20 @@ class Run:
 
     def folder(self, work: Path) -> Path:
         """One for runs that differ only in how far they go: the longer one goes on from the shorter."""
-        same = {k: v for k, v in flat(plain(self.config)).items() if k.startswith((*FIXED, "batch_size"))}
+        kept = (*FIXED, "batch_size", "eval_tokens")
+        same = {k: v for k, v in flat(plain(self.config)).items() if k.startswith(kept)}
         plainly = "".join(c if c.isalnum() or c in "-." else "_" for c in self.name)
         return work / f"{plainly}-{self.seed}-{digest(same)}"
 
     def execute(self, folder: Path, machine: Machine) -> Row | None:
         """Runs, from where it stands, and gives the row; None if it was asked to stop."""
         return _train(self, folder, machine)
+
+
+def unusual(config: Config) -> dict[str, Any]:
+    """The settings that are not the defaults, by their full names."""
+    usual = flat(plain(Config()))
+    return {k: v for k, v in flat(plain(config)).items() if v != usual.get(k)}
 
 
 def digest(thing: Any) -> str:
@@ -119,6 +126,9 @@ def _train(run: Run, folder: Path, machine: Machine) -> Row | None:
         gc.collect()
     rows = read_lines(folder / "metrics.jsonl")
     row["losses"] = {str(r["step"]): round(r["loss"], 5) for r in rows if r["kind"] == "eval" and r["step"]}
+    if "failed" not in row and any(str(s) not in row["losses"] for s in config.eval_at if s <= run.steps):
+        shutil.rmtree(folder)  # another run had passed there without looking
+        return _train(run, folder, machine)
     average = [r for r in rows if r["kind"] == "average"]
     if "average" in run.watch or "layers" in run.watch:
         row["average"] = [

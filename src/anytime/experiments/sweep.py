@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ..train.build import build_optimizer, settled
+from ..train.build import build_optimizer, settled, warmup
 from ..train.config import Config, merged, preset, read_toml, to_toml
 from ..train.errors import UserError
 from ..train.files import write_atomically
@@ -175,7 +175,7 @@ def attempt(space: Space, found: Values, out: Path, number: int, trial_id: int, 
         if row["kind"] == "eval" and row["step"]:
             loss = float(row["loss"])
             trial.report(loss, row["step"])
-            if row["step"] > 2 * (config.optimizer.warmup_steps or 0) and trial.should_prune():
+            if row["step"] > 2 * warmup(config.optimizer) and trial.should_prune():
                 raise optuna.TrialPruned
 
     try:

@@ -21,7 +21,7 @@ from ..train.build import Rates, build_optimizer, settled
 from ..train.config import Config, merged
 from ..train.signals import Stop
 from .anytime import Method, Study
-from .run import Machine, Row, Run, blank, digest
+from .run import Machine, Row, Run, blank, digest, unusual
 from .search import Try
 
 KINDS = 10
@@ -108,7 +108,7 @@ class Seeing(Run):
 
     @functools.cached_property
     def key(self) -> str:
-        return f"{self.name} #{self.seed} {digest(dict(self.settings))}"
+        return f"{self.name} #{self.seed} {digest([dict(self.settings), unusual(self.config)])}"
 
     @property
     def steps(self) -> int:
