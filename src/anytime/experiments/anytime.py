@@ -39,8 +39,8 @@ TRIES, LATER = 24, 12
 RATES = (-2, 0, 2)
 #: How often a run may see a text at most.
 EPOCHS = 4
-#: Stands for the study's steps of warmup in an option.
-WARMUP = "warmup"
+#: Stand for the study's steps of warmup and for the run's rate in an option.
+WARMUP, RATE = "warmup", "rate"
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,12 @@ METHODS = {
             "rate 1/√t, weights t^r", {**_AVERAGED, "schedule": "power", "decay_power": 0.5, "decay_steps": 400},
             _WEIGHTS,
         ),
-        Method("anytime", {"name": "SFNorMuon", "recipe": "anytime"}, claimed=True),
+        Method("anytime", {"name": "SFNorMuon", "recipe": "anytime", "warmup_steps": None}, claimed=True),
     )
 }  # fmt: skip
 
-#: The method that is taken apart, and its parts, each as the paper has it. Of the last the paper's λ would fade away at
-#: once: it has the largest that matrices begin with.
+#: The method that is taken apart, and its parts, each as the paper has it, or the schedule. The paper's λ for
+#: embeddings would fade away at once: they have the largest that matrices begin with.
 RECIPE = "anytime"
 PARTS: dict[str, dict[str, Any]] = {
     "β constant": {"betas": (0.9, 0.95), "beta_growth": 0.0},
@@ -148,6 +148,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "weights uniform": {"averaging_power": 0.0},
     "decay constant": {"decay_fading": 0, "weight_decay": 0.05},
     "embeddings decay too": {"adam_weight_decay": 0.5},
+    "embeddings at the rate": {"adam_lr": RATE},
+    "warmup of the schedule": {"warmup_steps": WARMUP},
 }
 #: Of the rate sweep, half octaves around the choice: a factor of 16.
 SWEPT = range(-4, 5)
@@ -205,8 +207,11 @@ class Study:
     def run(self, method: Method, point: Try, multiple: float, seed: int, *, curve: bool = False) -> Run:
         """One run; a horizon-free one is looked at in all horizons on its way, with `curve` between them too."""
         lr = self.lr(point.octave, method)
-        options = {**method.options, **dict(point.setting), "lr": lr, "warmup_steps": WARMUP}
-        options = {k: self.warmup if v == WARMUP else v for k, v in options.items() if v is not None}
+        options = {"warmup_steps": WARMUP, **method.options, **dict(point.setting), "lr": lr}
+        stands = {WARMUP: self.warmup, RATE: lr}
+        options = {
+            k: stands[v] if isinstance(v, str) and v in stands else v for k, v in options.items() if v is not None
+        }
         free = not method.scheduled
         steps = self.steps(multiple * (1 + method.after))
         if method.scheduled:

@@ -46,7 +46,8 @@ def anytime_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
     μ_t = 1 − 0.2 ((S − 1)/(t − 1))^0.3. The rate falls as t^−0.3: where noise agrees with itself for longer, it moves Z
     further, by η²/(1 − μ) a step. Weights are η_t² t³. The decay is η λ_t = 2 / (S + t), so λ = 2 / (lr S), whatever
     the rate. But λ is ½ at most: low rates are for weights that are good already, as in fine-tuning, which must not
-    fade. A rate changed later, or of a group, changes the decay. What is no hidden matrix does not decay.
+    fade. A rate changed later, or of a group, changes the decay. What is no hidden matrix does not decay, and its rate
+    is 0.02 at most: beyond, the embedding is what suffers.
     """
     start = max(warmup_steps, 100)
     return {
@@ -56,6 +57,7 @@ def anytime_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
         "momentum_growth_start": start,
         "nesterov": True,
         "weight_decay": 2 / max(4, float(lr) * start),
+        "adam_lr": 0.02 if float(lr) > 0.02 else None,
         "adam_weight_decay": 0.0,
         "averaging_power": 3.0,
         "beta_growth": 0.4,
@@ -74,7 +76,7 @@ class Recipe:
     fill: Callable[[float | Tensor, int], dict[str, Any]]
 
 
-RECIPES = {"paper": Recipe(2000, paper_recipe), "anytime": Recipe(150, anytime_recipe)}
+RECIPES = {"paper": Recipe(2000, paper_recipe), "anytime": Recipe(75, anytime_recipe)}
 
 
 @final
@@ -91,7 +93,7 @@ class SFNorMuon(ScheduleFreeSpectral):
         lr, warmup_steps: η_t = lr · min(1, t / warmup_steps); lr from the start at 0.
         recipe: what is not given is as the recipe has it. "paper": betas (0.9, 0.95), momentum 0.8, weight_decay 0.05,
             averaging_power 0, warmup_steps 2000, nothing else. "anytime", made for runs whose end nobody knows, whose
-            warmup is 150 steps: see `anytime_recipe`.
+            warmup is 75 steps: see `anytime_recipe`.
         betas: β of the interpolation, 0 included, and β2 of the row statistics.
         momentum: μ.
         weight_decay, decay_at: λ, and where it acts: "z", "y" or None.
