@@ -466,14 +466,12 @@ def test_of_several_kept_the_one_with_the_lowest_mean_counts(whole):
     assert Found(NANO, rows).losses(METHODS["NorMuon"], choices["NorMuon"])[1] == [1.5, 2.5]
 
 
-def test_a_row_that_is_missing_is_named(whole, tmp_path):
-    methods, found, choices, _ = whole
+def test_a_row_that_is_missing_is_named(whole):
+    _, found, choices, _ = whole
     gone = found.final(METHODS["anytime"], choices["anytime"])[1]
     rows = {key: row for key, row in found.rows.items() if key != gone.key}
     with pytest.raises(MissingRow, match=r"anytime, rate .*, seed 1, 560 steps"):
         Found(NANO, rows).losses(METHODS["anytime"], choices["anytime"])
-    with pytest.raises(UserError, match="anytime frontier nano"):
-        frontier.redraw(Found(NANO, rows), methods, choices, tmp_path)
 
 
 def test_a_row_that_was_not_looked_at_is_named(whole):
@@ -563,13 +561,29 @@ def test_the_page(whole, tmp_path):
     assert "≥" not in page
 
 
+def test_the_page_of_a_study_that_is_not_over(whole, tmp_path):
+    """All that was run to its end, and what is still to be run; no page without the envelope."""
+    methods, found, choices, _ = whole
+    assert "Still to be run" not in frontier.redraw(found, methods, choices, tmp_path).read_text("utf-8")
+    changed, points = found.without(METHODS[RECIPE], choices[RECIPE], "β constant")
+    swept = found.rates(METHODS["NorMuon"], choices["NorMuon"], 2).values()
+    gone = {found.final(changed, points)[0].key, next(r.key for r in swept if r.seed == NANO.set_apart[0])}
+    left = Found(NANO, {key: row for key, row in found.rows.items() if key not in gone})
+    page = frontier.redraw(left, [*methods, METHODS["AMUSE"]], choices, tmp_path).read_text("utf-8")
+    assert "Still to be run: AMUSE; anytime, β constant; the rates of NorMuon." in page
+    assert "| β constant |" not in page
+    assert "| μ constant |" in page
+    none = Found(NANO, {key: row for key, row in found.rows.items() if not row["name"].startswith("NorMuon to 2×")})
+    assert frontier.redraw(none, methods, choices, tmp_path) is None
+
+
 def test_parts_are_judged_on_the_seeds_that_they_were_run_on():
     study = dataclasses.replace(NANO, seeds=(0, 1, 2, 3, 4))
     found, choices, _ = finished(study, frontier.methods_of([RECIPE]))
     losses = found.losses(METHODS[RECIPE], choices[RECIPE])
     assert len(losses[1]) == 5
     losses[1][3:] = [100.0, 100.0]  # on which no part was run
-    table = frontier.ablations(found, choices[RECIPE], losses)
+    table = frontier.ablations(found, list(PARTS), choices[RECIPE], losses)
     worse = 1.02 * 0.2 * 10 / math.sqrt(NANO.steps(1))
     assert [row[:2] for row in table.body] == [[part, f"+{worse:.4f}"] for part in PARTS]
 

@@ -248,11 +248,13 @@ def test_settings_that_may_change_do(bench):
     assert stored_config(bench.folder / "run") == bench.config("run", until="4 steps", **changes)
 
 
-def test_a_run_keeps_the_recipe_that_it_began_with(bench, monkeypatch, capsys):
+@pytest.mark.parametrize("lr", [0.01, 0.05])  # the embeddings' rate is filled in for the second alone
+def test_a_run_keeps_the_recipe_that_it_began_with(bench, monkeypatch, lr):
     """Though a later version of the library has another of that name; to ask for that one is an error."""
-    optimizer = {"recipe": "anytime", "warmup_steps": 2, "lr": 0.05}
+    optimizer = {"recipe": "anytime", "warmup_steps": 2, "lr": lr}
     bench.train("whole", until="6 steps", optimizer=optimizer)
     bench.train("run", until="2 steps", optimizer=optimizer)
+    bench.train("run", until="3 steps", optimizer=optimizer)
     plain = sf_spectral.RECIPES["anytime"]
     other = dataclasses.replace(plain, fill=lambda lr, warmup: plain.fill(lr, warmup) | {"momentum": 0.1})
     monkeypatch.setitem(sf_spectral.RECIPES, "anytime", other)
@@ -295,7 +297,7 @@ def test_a_run_without_a_checkpoint_may_have_another_rate(bench):
 
 @pytest.mark.parametrize(
     ("said", "warmup"),
-    [(["--optimizer.warmup-steps", "500"], 500), (["--preset", "demo"], 40), ([], 150), (["--preset", "30M"], 300)],
+    [(["--optimizer.warmup-steps", "500"], 500), (["--preset", "demo"], 40), ([], 75), (["--preset", "30M"], 300)],
 )
 def test_a_run_without_a_checkpoint_keeps_its_warmup(bench, said, warmup):
     """The same command again, or the folder alone."""

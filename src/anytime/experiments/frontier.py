@@ -29,7 +29,6 @@ from .anytime import (
     study_of,
 )
 from .grid import Grid, Show, longest_first
-from .recipes import MissingRow
 from .regret import Regret, span, token_ratio
 from .run import Run
 from .tables import Table, number
@@ -62,7 +61,8 @@ def frontier(
     say: Say = lambda text: None,
     showing: Callable[[], AbstractContextManager[Show]] | None = None,
 ) -> Path | None:
-    """A study by name, from where its rows stand; the page, or None if not agreed or if time ran out before its end."""
+    """A study by name, from where its rows stand; the page, or None if not agreed or if time ran out before its end.
+    What there is of the page is drawn in any case."""
     study, chosen = study_of(name), methods_of(methods)
     out = out or Path("results/frontier") / name
     work = work or Path("runs/frontier") / name
@@ -88,21 +88,28 @@ def frontier(
         def wanted() -> list[Run]:
             return in_order(found, chosen, held())
 
+        def drawn() -> Path | None:
+            return redraw(found, chosen, held(), out, say)
+
+        page = drawn()
         choices = {m.name: _guess(study, m) for m in chosen} | held()
         counted = finals(found, chosen, choices)
+        missing = [*wanted(), *counted, *besides(found, chosen, choices)]
+        if not grid.missing(missing):
+            return page
         longest = max(run.tokens for run in counted)
         if longest > EPOCHS * grid.machine.tokens:
             raise UserError(
                 f"the longest run of {name} takes {longest:,} tokens, more than {EPOCHS} times the "
                 f"{grid.machine.tokens:,} in {data}: give it more text"
             )
-        cost = grid.estimate([*wanted(), *counted, *besides(found, chosen, choices)])
-        if cost.runs and not agree(f"{name}: at least {cost} at {jobs} at once"):
+        if not agree(f"{name}: at least {grid.estimate(missing)} at {jobs} at once"):
             return None
         with nullcontext() if showing is None else showing() as show:
             grid.seconds = None if ends == math.inf else max(0.0, ends - time.monotonic())
             grid.fill(wanted, show)
-        return None if grid.missing(wanted()) else redraw(found, chosen, held(), out, say)
+        page = drawn()
+        return None if grid.missing(wanted()) else page
 
 
 def in_order(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice]) -> list[Run]:
@@ -141,26 +148,35 @@ def _guess(study: Study, method: Method) -> Choice:
 
 def redraw(
     found: Found, methods: Sequence[Method], choices: Mapping[str, Choice], out: Path, say: Say = lambda text: None
-) -> Path:
-    """The page of a study."""
+) -> Path | None:
+    """The page of a study, of all that was run to its end; None before the envelope was."""
     study = found.study
-    try:
-        losses = {m.name: found.losses(m, choices[m.name]) for m in methods}
-    except MissingRow as missing:
-        raise UserError(f"{missing}; make it by: anytime frontier {study.name} --out {out}") from None
-    (envelope,) = (losses[m.name] for m in methods if m.enveloped)
-    parts = [regrets(study, methods, losses, envelope, choices)]
+    there = [m for m in methods if m.name in choices and found.has(found.final(m, choices[m.name]))]
+    losses = {m.name: found.losses(m, choices[m.name]) for m in there}
+    envelope = next((losses[m.name] for m in there if m.enveloped), None)
+    if envelope is None:
+        return None
+    missing = [m.name for m in methods if m not in there]
+    parts = [regrets(study, there, losses, envelope, choices)]
     if RECIPE in losses:
-        parts += [ablations(found, choices[RECIPE], losses[RECIPE]), spans(found, swept(methods), choices)]
-    parts.append(settings(study, methods, choices))
+        alone = [p for p in PARTS if found.has(found.final(*found.without(METHODS[RECIPE], choices[RECIPE], p)))]
+        missing += [f"{RECIPE}, {p}" for p in PARTS if p not in alone]
+        parts += [ablations(found, alone, choices[RECIPE], losses[RECIPE])] if alone else []
+        both = swept(there)
+        over = [m for m in both if found.has(found.rates(m, choices[m.name], middle(found)).values())]
+        missing += [f"the rates of {m.name}" for m in both if m not in over]
+        parts += [spans(found, over, choices)] if over else []
+    parts.append(settings(study, there, choices))
     figure = out / "frontier"
-    draw.save(lambda _: picture(found, methods, choices, envelope), found, figure)
+    draw.save(lambda _: picture(found, there, choices, envelope), found, figure)
     text = (
         f"# One run against the schedule tuned for each horizon, {study.name}\n\n"
         f"Seeds {', '.join(map(str, study.seeds))}, of methods without ± the first; settings chosen on seed"
         f"{'s' * (len(study.set_apart) > 1)} {', '.join(map(str, study.set_apart))}. 1× is {study.steps(1):,} steps. "
         f"Drawn from rows.jsonl by `anytime frontier {study.name}`; what was chosen is in frozen.json.\n\n"
-        "![losses over tokens](frontier.svg)\n\n" + "\n".join(f"## {part.title}\n\n{part.markdown()}" for part in parts)
+        + (f"Still to be run: {'; '.join(missing)}.\n\n" if missing else "")
+        + "![losses over tokens](frontier.svg)\n\n"
+        + "\n".join(f"## {part.title}\n\n{part.markdown()}" for part in parts)
     )
     write_atomically(out / "index.md", text.encode())
     say(parts[0].title)
@@ -218,9 +234,9 @@ def _interval(pair: tuple[float, float]) -> str:
     return signed(value) + (f" ({signed(upper)})" if math.isfinite(upper) else "")
 
 
-def ablations(found: Found, choice: Choice, recipe: Mapping[float, Sequence[float]]) -> Table:
+def ablations(found: Found, parts: Sequence[str], choice: Choice, recipe: Mapping[float, Sequence[float]]) -> Table:
     body, horizons = [], found.study.ablated
-    for part in PARTS:
+    for part in parts:
         losses = found.losses(*found.without(METHODS[RECIPE], choice, part))
         worse = Regret.of(losses, {h: recipe[h][: len(losses[h])] for h in horizons})
         mean, upper = worse.mean

@@ -6,7 +6,7 @@ horizon, and the long runs go on from where the search left off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,10 @@ class Rows:
         if run.key not in self.rows:
             raise MissingRow(run)
         return self.rows[run.key]
+
+    def has(self, runs: Iterable[Run]) -> bool:
+        """Whether all of them were run."""
+        return all(run.key in self.rows for run in runs)
 
     def loss(self, run: Run, steps: int) -> float:
         """At X; of a run that diverged, infinite."""

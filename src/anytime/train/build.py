@@ -96,7 +96,7 @@ def recalled(config: Config, groups: Sequence[Mapping[str, Any]]) -> Config:
     """The settings with what their recipe had filled in when the groups of a checkpoint were saved: settings have not
     always kept it."""
     o, values = config.optimizer, {}
-    for name in (name for name in _filled(o) if getattr(o, name) is None):
+    for name in (name for name, value in _filled(o).items() if value is not None and getattr(o, name) is None):
         group = next((g for g in groups if (g["rule"] in ELEMENTWISE) == name.startswith("adam_")), {})
         value = group.get(name.removeprefix("adam_"), LATER.get(name))
         values[name] = tuple(value) if isinstance(value, list) else value

@@ -42,8 +42,8 @@ class DataConfig:
 #: What a recipe fills in.
 FILLED = (
     "betas", "momentum", "momentum_growth", "momentum_growth_start", "nesterov", "weight_decay", "adam_lr",
-    "adam_weight_decay", "averaging_power", "averaging_warmup", "beta_growth", "beta_growth_start", "decay_fading", "rate_fall",
-    "rate_fall_start",
+    "adam_weight_decay", "averaging_power", "averaging_warmup", "beta_growth", "beta_growth_start", "decay_fading",
+    "rate_fall", "rate_fall_start",
 )  # fmt: skip
 
 
