@@ -611,6 +611,25 @@ def test_the_sweep_spans_a_factor_of_sixteen(whole):
     assert rates[-1] / rates[0] == pytest.approx(16, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("good", "swept"), [((-9, 0), (-10, 4)), ((-5, 5), (-6, 6)), ((2, 99), (-4, 10)), ((), (-4, 4))]
+)
+def test_the_sweep_goes_on_until_its_ends_are_seen(whole, good, swept):
+    """Or as far as it may; where all diverge, not at all."""
+    _, _, choices, _ = whole
+    rows, point = {}, choices[RECIPE].points[2][0]
+    for _ in range(20):
+        runs = Found(NANO, rows).rates(METHODS[RECIPE], choices[RECIPE], 2)
+        if all(run.key in rows for run in runs.values()):
+            break
+        for rate, run in runs.items():
+            octave = round(2 * math.log2(rate / NANO.lr(point.octave)))
+            loss = math.inf if not good else 3.0 if good[0] <= octave <= good[1] else 3.1
+            rows[run.key] = made_up(NANO, run) | {"losses": {str(NANO.steps(2)): loss}}
+    seen = [round(2 * math.log2(rate / NANO.lr(point.octave))) for rate in runs]
+    assert (seen[0], seen[-1], len(seen)) == (*swept, swept[1] - swept[0] + 1)
+
+
 @pytest.mark.slow
 def test_a_small_study_from_its_first_try_to_its_page(tmp_path, monkeypatch, words):
     """Real runs, of a study of a few steps; when time runs out it stops, and goes on from its rows."""

@@ -30,6 +30,7 @@ from ..train.files import write_atomically
 from ..train.model import ModelConfig
 from ..train.runs import origin
 from .recipes import Rows
+from .regret import NEAR
 from .run import Row, Run, unusual
 from .search import Loss, Rule, Try, bracket, coordinates, search
 
@@ -151,8 +152,9 @@ PARTS: dict[str, dict[str, Any]] = {
     "embeddings at the rate": {"adam_lr": RATE},
     "warmup of the schedule": {"warmup_steps": WARMUP},
 }
-#: Of the rate sweep, half octaves around the choice: a factor of 16.
-SWEPT = range(-4, 5)
+#: Of the rate sweep, half octaves around the choice, a factor of 16; and how many more on either side at most, while
+#: the loss there is still near the best.
+SWEPT, BEYOND = range(-4, 5), 6
 
 
 @dataclass(frozen=True)
@@ -346,11 +348,22 @@ class Found(Rows):
         return changed, Choice(points, 0)
 
     def rates(self, method: Method, choice: Choice, horizon: float) -> dict[float, Run]:
-        """Rate -> a run to a horizon, over a factor of 16 around the choice, on a seed set apart: tries go on there."""
-        study = self.study
-        point = choice.points[horizon][0]
-        swept = [Try(point.setting, point.octave + i) for i in SWEPT]
-        return {study.lr(p.octave): study.run(method, p, horizon, study.set_apart[0]) for p in swept}
+        """Rate -> a run to a horizon, over a factor of 16 around the choice, and on until both ends of what is near the
+        best are seen; on a seed set apart: tries go on there."""
+        study, point = self.study, choice.points[horizon][0]
+        low, high = first, last = SWEPT[0], SWEPT[-1]
+        while True:
+            octaves = [point.octave + i for i in range(low, high + 1)]
+            runs = [study.run(method, Try(point.setting, octave), horizon, study.set_apart[0]) for octave in octaves]
+            found = dict(zip(map(study.lr, octaves), runs, strict=True))
+            if not self.has(runs):
+                return found
+            losses = [self.loss(run, study.steps(horizon)) for run in runs]
+            near = [loss <= min(losses) + NEAR and math.isfinite(loss) for loss in losses]
+            wider = max(first - BEYOND, low - near[0]), min(last + BEYOND, high + near[-1])
+            if wider == (low, high):
+                return found
+            low, high = wider
 
     def losses(self, method: Method, choice: Choice) -> dict[float, list[float]]:
         """Horizon -> loss of each seed; of several settings kept, those of the one with the lowest mean."""

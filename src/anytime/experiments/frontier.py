@@ -29,7 +29,7 @@ from .anytime import (
     study_of,
 )
 from .grid import Grid, Show, longest_first
-from .regret import Regret, span, token_ratio
+from .regret import NEAR, Regret, span, token_ratio
 from .run import Run
 from .tables import Table, number
 
@@ -257,7 +257,7 @@ def spans(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice]
         said = " ".join(f"{rate:g}: {number([loss], 4)}" for rate, loss in losses.items())
         body.append([method.name, f"{'' if seen else '≥ '}{width:.2f}", said])
     return Table(
-        f"Rates within 0.02 of the best at {middle(found):g}×", ["", "log₂ of the range", "losses by rate"], body
+        f"Rates within {NEAR:g} of the best at {middle(found):g}×", ["", "log₂ of the range", "losses by rate"], body
     )
 
 

@@ -9,6 +9,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+#: A loss this close to the best is as good.
+NEAR = 0.02
+
 
 @dataclass(frozen=True)
 class Regret:
@@ -77,7 +80,7 @@ def token_ratio(envelope: Mapping[float, float], horizon: float, loss: float) ->
     return None
 
 
-def span(losses: Mapping[float, float], within: float = 0.02) -> tuple[float, bool]:
+def span(losses: Mapping[float, float], within: float = NEAR) -> tuple[float, bool]:
     """(log₂ of the range of rates around the best whose losses lie within so much of it, whether its ends were seen);
     on straight lines over the logarithm of the rate. Nothing, if all diverged."""
     points = sorted((math.log2(rate), loss) for rate, loss in losses.items())
