@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import pytest
 import torch
+from torch import nn
 
 from anytime import SFAdamW, SFNorMuon
 from anytime.bench import floor, peers, race, show
@@ -149,24 +151,65 @@ def test_the_listings_polar_factor_is_newton_schulz_in_bfloat16():
 def test_ours_come_first_and_graphs_only_on_cuda():
     here, there = peers.contestants(CPU), peers.contestants(torch.device("cuda"))
     assert [c.name for c in here if c.ours] == ["SFNorMuon", "SFNorMuon, four steps", "SFAdamW"]
-    with_graph = ["SFNorMuon, graph", "SFNorMuon, four steps, graph", "SFAdamW, graph"]
+    names = ["SFNorMuon", "SFNorMuon, four steps"]
+    with_graph = [*(f"{name}, {how}" for name in names for how in ("graph", "own graph")), "SFAdamW, graph"]
     assert [c.name for c in there if c.ours] == [*with_graph, *(c.name for c in here if c.ours)]
     assert {c.name for c in here} < {c.name for c in there}
     for names in ([c.name for c in here], [c.name for c in there]):
         assert len({*names}) == len(names)
 
 
-def test_the_graph_is_asked_for():
-    weights = [("w", torch.nn.Parameter(torch.randn(4, 4)))]
-    there = {c.name: c for c in peers.contestants(torch.device("cuda"))}
-    for name, more in (
-        ("SFNorMuon", {}), ("SFAdamW", {}), ("SFNorMuon, four steps", {"polar": "polar-express-4"}),
-    ):  # fmt: skip
-        asked: dict[str, object] = {}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(peers, name.split(",")[0], lambda params, asked=asked, **options: asked.update(options))
-            there[f"{name}, graph"].make(weights)
-        assert asked == {"graph": True, **more}
+def test_the_graph_is_asked_for(monkeypatch):
+    asked: list[tuple[str, dict[str, object]]] = []
+    for name in ("SFNorMuon", "SFAdamW"):
+        made = nn.Module()
+        made.state = {}
+        monkeypatch.setattr(peers, name, lambda params, n=name, m=made, **options: asked.append((n, options)) or m)
+    for contestant in peers.contestants(torch.device("cuda")):
+        if contestant.ours:
+            assert isinstance(contestant.make([]), peers.Recorded) is contestant.name.endswith("own graph")
+    four = {"polar": "polar-express-4"}
+    assert asked == [
+        ("SFNorMuon", {"graph": True}),
+        ("SFNorMuon", {}),
+        ("SFNorMuon", {"graph": True, **four}),
+        ("SFNorMuon", four),
+        ("SFAdamW", {"graph": True}),
+        ("SFNorMuon", {}),
+        ("SFNorMuon", four),
+        ("SFAdamW", {}),
+    ]
+
+
+def test_a_graph_of_ones_own_is_recorded_once_and_replayed(monkeypatch):
+    """What is done, with a graph that only notes it."""
+    done: list[str] = []
+
+    class Graph:
+        def replay(self):
+            done.append("replayed")
+
+    class Optimizer:
+        def __init__(self):
+            self.state = {"here": torch.ones(3)}
+
+        def step(self):
+            done.append("step")
+
+    @contextlib.contextmanager
+    def recording(graph):
+        done.append("begun")
+        yield
+        done.append("ended")
+
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    monkeypatch.setattr("torch.cuda.graph", recording)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: done.append("waited"))
+    recorded = peers.Recorded(Optimizer())
+    for _ in range(4):
+        recorded.step()
+    assert done == ["step", "step", "waited", "begun", "step", "ended", "replayed", "replayed"]
+    assert race.state_bytes([recorded]) == 12
 
 
 def test_only_names_choose_whatever_their_spelling():

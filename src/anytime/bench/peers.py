@@ -104,6 +104,27 @@ class Contestant:
             return None
 
 
+class Recorded:
+    """Replays an optimizer's step from a graph of one's own, as one does whose gradients stay where they are."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.state = optimizer, optimizer.state
+        self.graph: Any = None
+        self.before = 2  # steps outside of it
+
+    def step(self) -> None:
+        if self.before:
+            self.before -= 1
+            self.optimizer.step()
+            return
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self.graph):
+                self.optimizer.step()
+        self.graph.replay()
+
+
 def fused_adamw(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, fused=True)
 
@@ -132,14 +153,20 @@ def contestants(device: torch.device) -> list[Contestant]:
         wrap = importlib.import_module("dion.cuda_graph").CudaGraphOptimizer
         return wrap(module.NorMuon(params, use_triton=True), warmup_steps=3)
 
-    def in_four(*, graph: bool) -> Contestant:
-        name, four = f"SFNorMuon, four steps{', graph' * graph}", "polar-express-4"
-        return Contestant(name, lambda named: SFNorMuon(named, polar=four, graph=graph), ours=True, polar=four)
+    def own(name: str, make: Callable[..., Any], *, spectral: bool = True, **options: Any) -> Contestant:
+        polar = options.get("polar", "newton-schulz")
+        return Contestant(name, lambda named: make(named, **options), ours=True, spectral=spectral, polar=polar)
 
+    def recorded(named: Any, **options: Any) -> Recorded:
+        return Recorded(SFNorMuon(named, **options))
+
+    four: dict[str, Any] = {"polar": "polar-express-4"}
     graphs = [
-        Contestant("SFNorMuon, graph", lambda named: SFNorMuon(named, graph=True), ours=True),
-        in_four(graph=True),
-        Contestant("SFAdamW, graph", lambda named: SFAdamW(named, graph=True), ours=True, spectral=False),
+        own("SFNorMuon, graph", SFNorMuon, graph=True),
+        own("SFNorMuon, own graph", recorded),
+        own("SFNorMuon, four steps, graph", SFNorMuon, graph=True, **four),
+        own("SFNorMuon, four steps, own graph", recorded, **four),
+        own("SFAdamW, graph", SFAdamW, spectral=False, graph=True),
     ]
     on_cuda = [
         peer("pytorch_optimizer Muon, Gram", "pytorch_optimizer",
@@ -149,9 +176,9 @@ def contestants(device: torch.device) -> list[Contestant]:
     ]  # fmt: skip
     return [
         *(graphs if cuda else []),
-        Contestant("SFNorMuon", SFNorMuon, ours=True),
-        in_four(graph=False),
-        Contestant("SFAdamW", SFAdamW, ours=True, spectral=False),
+        own("SFNorMuon", SFNorMuon),
+        own("SFNorMuon, four steps", SFNorMuon, **four),
+        own("SFAdamW", SFAdamW, spectral=False),
         Contestant("paper's listing", listing, matrices_only=True),
         Contestant("torch AdamW, fused", fused_adamw, spectral=False),
         peer("torch Muon", "torch", lambda m, ps: m.optim.Muon(ps)),
