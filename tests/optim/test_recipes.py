@@ -75,12 +75,14 @@ def test_a_rate_of_zero_or_in_a_tensor():
     assert groups(recipe="anytime", lr=torch.tensor(0.5))[0]["weight_decay"] == 2 / (0.5 * 100)
 
 
-@pytest.mark.parametrize(("recipe", "steps"), [("paper", 2000), ("anytime", 75)])
-def test_a_warmup_that_is_not_given(recipe, steps):
-    """A run whose end nobody knows may be over before the paper's is."""
-    assert [group["warmup_steps"] for group in groups(recipe=recipe)] == [steps, steps]
-    assert groups(recipe=recipe, warmup_steps=0)[0]["warmup_steps"] == 0
-    assert groups(recipe=recipe)[0] | {"params": 0} == groups(recipe=recipe, warmup_steps=steps)[0] | {"params": 0}
+@pytest.mark.parametrize(("recipe", "lr", "steps"), [("paper", 0.008, 2000), ("anytime", 0.02, 75)])
+def test_a_rate_or_a_warmup_that_is_not_given(recipe, lr, steps):
+    """A run whose end nobody knows may be over before the paper's warmup is."""
+    for group in groups(recipe=recipe):
+        assert (group["lr"], group["warmup_steps"]) == (lr, steps)
+    assert groups(recipe=recipe, warmup_steps=0, lr=0.0)[0]["warmup_steps"] == 0
+    given = groups(recipe=recipe, warmup_steps=steps, lr=lr)
+    assert [group | {"params": 0} for group in groups(recipe=recipe)] == [group | {"params": 0} for group in given]
 
 
 @pytest.mark.parametrize("warmup", [0, 100, 2000])

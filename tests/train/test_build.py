@@ -155,6 +155,7 @@ def test_what_a_recipe_fills_in_is_in_the_settings(recipe, options):
     config = Config(model=MODEL, optimizer=OptimizerConfig(recipe=recipe, **options))
     found = settled(config)
     assert found.optimizer.momentum == 0.8
+    assert found.optimizer.lr == options.get("lr", 0.02 if recipe == "anytime" else 0.008)
     assert found.optimizer.rate_fall == (0.3 if recipe == "anytime" else None)
     assert {key: getattr(found.optimizer, key) for key in options} == options
     assert settled(found) == found

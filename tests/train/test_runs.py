@@ -282,6 +282,17 @@ def test_a_run_whose_settings_did_not_keep_its_recipe(bench, monkeypatch, lacks)
     assert bench.differences("run", "whole") == []
 
 
+def test_a_run_whose_settings_have_no_rate_goes_on_at_what_was_every_recipes(bench):
+    """Its groups may hold what a schedule had made of it."""
+    optimizer = {"recipe": "anytime", "lr": 0.008, "warmup_steps": 1}
+    bench.train("whole", until="6 steps", optimizer={**optimizer, "schedule": "linear", "horizon": 9})
+    bench.train("run", until="3 steps", optimizer={**optimizer, "schedule": "linear", "horizon": 9})
+    path = bench.folder / "run/config.toml"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith("lr = ")))
+    assert cli.main(["train", "--run", str(bench.folder / "run"), "--until", "6 steps"]) == 0
+    assert bench.differences("run", "whole") == []
+
+
 def test_a_run_without_a_checkpoint_may_have_another_rate(bench):
     """And then what its recipe fills in from the rate."""
     folder = bench.folder / "run"

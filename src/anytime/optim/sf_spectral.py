@@ -70,13 +70,14 @@ def anytime_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The warmup where none is given, and what else is filled in, from the rate and the warmup."""
+    """The rate and the warmup where none is given, and what else is filled in, from these two."""
 
+    lr: float
     warmup_steps: int
     fill: Callable[[float | Tensor, int], dict[str, Any]]
 
 
-RECIPES = {"paper": Recipe(2000, paper_recipe), "anytime": Recipe(75, anytime_recipe)}
+RECIPES = {"paper": Recipe(0.008, 2000, paper_recipe), "anytime": Recipe(0.02, 75, anytime_recipe)}
 
 
 @final
@@ -92,8 +93,8 @@ class SFNorMuon(ScheduleFreeSpectral):
         params: a module, parameters, named parameters, or groups of them.
         lr, warmup_steps: η_t = lr · min(1, t / warmup_steps); lr from the start at 0.
         recipe: what is not given is as the recipe has it. "paper": betas (0.9, 0.95), momentum 0.8, weight_decay 0.05,
-            averaging_power 0, warmup_steps 2000, nothing else. "anytime", made for runs whose end nobody knows, whose
-            warmup is 75 steps: see `anytime_recipe`.
+            averaging_power 0, lr 0.008, warmup_steps 2000, nothing else. "anytime", made for runs whose end nobody
+            knows, has lr 0.02 and warmup_steps 75: see `anytime_recipe`.
         betas: β of the interpolation, 0 included, and β2 of the row statistics.
         momentum: μ.
         weight_decay, decay_at: λ, and where it acts: "z", "y" or None.
@@ -118,7 +119,7 @@ class SFNorMuon(ScheduleFreeSpectral):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 0.008,
+        lr: float | Tensor | None = None,
         betas: tuple[float, float] | None = None,
         momentum: float | None = None,
         eps: float = 1e-8,
@@ -135,6 +136,7 @@ class SFNorMuon(ScheduleFreeSpectral):
     ) -> None:
         if recipe not in RECIPES:
             raise ValueError(f"SFNorMuon: recipe is {recipe!r}; it must be one of {', '.join(map(repr, RECIPES))}")
+        lr = RECIPES[recipe].lr if lr is None else lr
         warmup_steps = RECIPES[recipe].warmup_steps if warmup_steps is None else warmup_steps
         options: dict[str, Any] = {"lr": lr, "eps": eps, "decay_at": decay_at, "warmup_steps": warmup_steps}
         options |= {"row_norm": row_norm, "polar": polar, "polar_dtype": polar_dtype}

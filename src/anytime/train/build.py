@@ -70,7 +70,8 @@ def _filled(o: OptimizerConfig) -> dict[str, Any]:
     """What the recipe that is asked for fills in, where it is not given."""
     if o.recipe is None or optimizer_class(o.name) is not sf_spectral.SFNorMuon:
         return {}
-    return {"warmup_steps": warmup(o), **sf_spectral.RECIPES[o.recipe].fill(_stated(o, "lr"), warmup(o))}
+    basis = {"lr": _basis(o, "lr"), "warmup_steps": warmup(o)}
+    return {**basis, **sf_spectral.RECIPES[o.recipe].fill(*basis.values())}
 
 
 def _changed(config: Config, values: Mapping[str, Any]) -> Config:
@@ -87,8 +88,9 @@ def without_recipe(config: Config) -> Config:
     """The settings less what their recipe fills in, so that another rate may be given and it is filled in for that."""
     o = config.optimizer
     filled = _filled(o)
-    if filled:  # of the warmup it must not be what is given
-        filled["warmup_steps"] = warmup(dataclasses.replace(o, warmup_steps=None))
+    if filled:  # of these two it must not be what is given
+        none = dataclasses.replace(o, lr=None, warmup_steps=None)
+        filled |= {name: _basis(none, name) for name in ("lr", "warmup_steps")}
     return _changed(config, {name: None for name, value in filled.items() if getattr(o, name) == value})
 
 
@@ -100,6 +102,8 @@ def recalled(config: Config, groups: Sequence[Mapping[str, Any]]) -> Config:
         group = next((g for g in groups if (g["rule"] in ELEMENTWISE) == name.startswith("adam_")), {})
         value = group.get(name.removeprefix("adam_"), LATER.get(name))
         values[name] = tuple(value) if isinstance(value, list) else value
+    if "lr" in values:  # that of a group may follow a schedule; every recipe's was this one then
+        values["lr"] = 0.008
     return _changed(config, values)
 
 
@@ -147,8 +151,13 @@ def _stated(config: OptimizerConfig, name: str) -> Any:
 @functools.cache  # asked for at every step
 def warmup(config: OptimizerConfig) -> int:
     """Steps of the optimizer's own warmup."""
-    steps = _stated(config, "warmup_steps")
-    return int(sf_spectral.RECIPES[_stated(config, "recipe")].warmup_steps if steps is None else steps)
+    return int(_basis(config, "warmup_steps"))
+
+
+def _basis(config: OptimizerConfig, name: str) -> Any:
+    """The rate or the warmup, as it is given, or as the class or its recipe has it."""
+    value = _stated(config, name)
+    return getattr(sf_spectral.RECIPES[_stated(config, "recipe")], name) if value is None else value
 
 
 @dataclass(frozen=True)
