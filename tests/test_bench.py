@@ -168,6 +168,7 @@ def test_the_graph_is_asked_for(monkeypatch):
     for contestant in peers.contestants(torch.device("cuda")):
         if contestant.ours:
             assert isinstance(contestant.make([]), peers.Recorded) is contestant.name.endswith("own graph")
+            assert contestant.polar == ("polar-express-4" if "four" in contestant.name else "newton-schulz")
     four = {"polar": "polar-express-4"}
     assert asked == [
         ("SFNorMuon", {"graph": True}),

@@ -375,7 +375,8 @@ def made_up(study: Study, run, offset=0.0):
     def loss(steps):
         return round(2 + height * (1 + 0.1 * away + worse) * 10 / math.sqrt(steps) + run.seed / 1000 + offset, 6)
 
-    return {"key": run.key, "name": run.name, "seed": run.seed, "losses": {str(s): loss(s) for s in run.config.eval_at}}
+    losses = {str(s): loss(s) for s in run.config.eval_at}
+    return {"key": run.key, "name": run.name, "seed": run.seed, "settings": dict(run.settings), "losses": losses}
 
 
 def finished(study, methods, **more):
@@ -489,9 +490,43 @@ def test_settings_at_the_end_of_their_values_are_marked():
     """The best may lie beyond; an axis of two values has nothing beyond."""
     method, rate = METHODS["NorMuon"], 0
     inner = {"weight_decay": 0.1, "adam_weight_decay": 0.0, "momentum": 0.9, "schedule": "linear"}
-    points = {1: [Try.of(inner, rate)], 2: [Try.of({**inner, "weight_decay": 0.4, "momentum": 0.7}, rate)]}
-    table = frontier.settings(NANO, [method], {"NorMuon": Choice(points, 2)})
+    points = {1: [Try.of(inner, rate)], 2: [Try.of({**inner, "weight_decay": 0.2, "momentum": 0.8}, rate)]}
+    rows = {}
+    for horizon, (best,) in points.items():
+        for axis, values in (("momentum", (0.8, 0.9, 0.95)), ("weight_decay", (0.05, 0.1, 0.2))):
+            for value in values:
+                point = Try.of({**dict(best.setting), axis: value}, rate)
+                run = NANO.run(method, point, horizon, NANO.set_apart[0])
+                rows[run.key] = made_up(NANO, run)
+    counts = NANO.run(method, Try.of({**inner, "momentum": 0.7}, rate), 2, NANO.seeds[0])  # no try
+    rows[counts.key] = made_up(NANO, counts)
+    table = frontier.settings(Found(NANO, rows), [method], {"NorMuon": Choice(points, 2)})
     assert [row[1:2] + row[4:] for row in table.body] == [["1×", ""], ["2×", "weight_decay, momentum"]]
+
+
+def test_an_axis_of_lists_is_compared_with_what_a_file_has():
+    method = METHODS["SF-NorMuon, retuned"]
+    tried = [{"betas": [b, 0.95]} for b in (0.6, 0.8)]
+    assert method.ends(Try.of({"betas": (0.8, 0.95)}, 0), tried) == ["betas"]
+    assert method.ends(Try.of({"betas": (0.8, 0.95)}, 0), [*tried, {"betas": [0.9, 0.95]}]) == []
+
+
+@pytest.mark.parametrize("octave", [0, 3])
+def test_embeddings_at_the_rate_are_at_the_runs(octave):
+    changed, choice = Found(NANO, {}).without(
+        METHODS[RECIPE], Choice({1: [Try((), octave)], 2: [Try((), octave)]}, 0), "embeddings at the rate"
+    )
+    run = NANO.run(changed, choice.points[1][0], 1, 0)
+    assert run.config.optimizer.adam_lr == run.config.optimizer.lr == NANO.lr(octave)
+
+
+@pytest.mark.parametrize(
+    ("envelope", "loss", "said"),
+    [({1: 3.0}, 3.0, "1.00"), ({1: 2.9, 2: 3.0}, 3.0, "1.00"), ({1: 3.0}, 2.9, "> 1"),
+     ({1: 3.0, 2: 2.9}, math.inf, "—"), ({1: 3.0, 2: 2.9}, 2.95, "0.71"), ({1: 3.0, 2: 2.9}, 3.1, "< 0.5")],
+)  # fmt: skip
+def test_the_part_of_the_tokens(envelope, loss, said):
+    assert frontier._ratio(envelope, loss) == said
 
 
 def test_what_was_chosen_stays(whole, tmp_path):

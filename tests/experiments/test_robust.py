@@ -64,7 +64,7 @@ def test_all_runs_can_be_trained_and_none_is_another(scale):
                 if run.config.optimizer.recipe is None:
                     assert run.steps > warmup == found.tasks[name].warmup
                 else:
-                    assert warmup == 75  # the recipe's own
+                    assert run.steps > warmup == 10  # the recipe's own
     assert len(set(keys)) == len(keys)
 
 

@@ -162,7 +162,7 @@ def test_what_a_recipe_fills_in_is_in_the_settings(recipe, options):
     model = GPT(MODEL)
     assert groups(model, found.optimizer) == groups(model, config.optimizer)
     other = merged(found, {"optimizer": {"recipe": "paper" if recipe == "anytime" else "anytime"}})
-    assert other.optimizer.momentum is None  # another recipe's
+    assert (other.optimizer.momentum, other.optimizer.adam_lr) == (None, None)  # another recipe's
 
 
 def test_a_recipe_of_another_optimizer_is_its_class_to_refuse():

@@ -78,10 +78,19 @@ class Method:
         middle = {axis: values[(len(values) - 1) // 2] for axis, values in self.axes.items()}
         return Try.of({**middle, **self.start}, 0)
 
-    def ends(self, point: Try) -> list[str]:
-        """What stands at an end of its values, so that the best may lie beyond."""
-        setting = dict(point.setting)
-        return [axis for axis, of in self.axes.items() if len(of) > 2 and setting.get(axis) in (of[0], of[-1])]
+    def ends(self, point: Try, tried: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What stands at an end of the values that were tried, so that the best may lie beyond; `tried` are options."""
+        setting, found = dict(point.setting), []
+        for axis, of in self.axes.items():
+            there = [value for value in of if any(_listed(options.get(axis)) == _listed(value) for options in tried)]
+            if len(of) > 2 and setting.get(axis) in (*there[:1], *there[-1:]):
+                found.append(axis)
+        return found
+
+
+def _listed(value: Any) -> Any:
+    """As a file has it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 _NORMUON = {
@@ -311,6 +320,12 @@ class Found(Rows):
             for run, _ in self._tried(method, point, place)
             if run.key not in self.rows
         ]
+
+    def tries(self, method: Method, horizon: float) -> list[Mapping[str, Any]]:
+        """The options with which it was tried, where a method is searched at each horizon at this one."""
+        begins = f"{method.name} to {horizon:g}×," if method.scheduled else f"{method.name},"
+        apart = (row for row in self.rows.values() if row["seed"] in self.study.set_apart)
+        return [row["settings"]["optimizer"] for row in apart if row["name"].startswith(begins)]
 
     def choice(self, method: Method) -> Choice:
         """Of a search that is over."""

@@ -89,14 +89,15 @@ def frontier(
             return in_order(found, chosen, held())
 
         def drawn() -> Path | None:
-            return redraw(found, chosen, held(), out, say)
+            """Of what was not asked for too, as far as it was run."""
+            others = [] if study.inherits else [m for m in METHODS.values() if m.name in held() and m not in chosen]
+            return redraw(found, [*chosen, *others], held(), out, say)
 
-        page = drawn()
         choices = {m.name: _guess(study, m) for m in chosen} | held()
         counted = finals(found, chosen, choices)
         missing = [*wanted(), *counted, *besides(found, chosen, choices)]
         if not grid.missing(missing):
-            return page
+            return drawn()
         longest = max(run.tokens for run in counted)
         if longest > EPOCHS * grid.machine.tokens:
             raise UserError(
@@ -104,6 +105,7 @@ def frontier(
                 f"{grid.machine.tokens:,} in {data}: give it more text"
             )
         if not agree(f"{name}: at least {grid.estimate(missing)} at {jobs} at once"):
+            drawn()
             return None
         with nullcontext() if showing is None else showing() as show:
             grid.seconds = None if ends == math.inf else max(0.0, ends - time.monotonic())
@@ -166,7 +168,7 @@ def redraw(
         over = [m for m in both if found.has(found.rates(m, choices[m.name], middle(found)).values())]
         missing += [f"the rates of {m.name}" for m in both if m not in over]
         parts += [spans(found, over, choices)] if over else []
-    parts.append(settings(study, there, choices))
+    parts.append(settings(found, there, choices))
     figure = out / "frontier"
     draw.save(lambda _: picture(found, there, choices, envelope), found, figure)
     text = (
@@ -220,8 +222,10 @@ def _ratio(envelope: Mapping[float, float], loss: float) -> str:
     """ρ at the last horizon; beyond the envelope's ends, on which side."""
     first, last = min(envelope), max(envelope)
     ratio = token_ratio(envelope, last, loss)
-    if ratio is not None:
-        return f"{ratio:.2f}"
+    if ratio is not None or loss == envelope[last]:
+        return f"{ratio or 1:.2f}"
+    if not math.isfinite(loss):
+        return "—"
     return "> 1" if loss < envelope[last] else f"< {first / last:.3g}"
 
 
@@ -261,16 +265,17 @@ def spans(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice]
     )
 
 
-def settings(study: Study, methods: Sequence[Method], choices: Mapping[str, Choice]) -> Table:
+def settings(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice]) -> Table:
     """What was frozen."""
-    body = []
+    study, body = found.study, []
     for method in methods:
         for horizon in study.horizons if method.enveloped else study.horizons[-1:]:
             for point in choices[method.name].points[horizon]:
                 at = f"{horizon:g}×" if method.enveloped else "all"
-                ends = ", ".join(method.ends(point))
+                place = horizon if method.enveloped else study.short[-1]
+                ends = ", ".join(method.ends(point, found.tries(method, place)))
                 body.append([method.name, at, f"{study.lr(point.octave, method):g}", point.said, ends])
-    return Table("Settings", ["", "horizon", "rate", "others", "at the end of its values"], body)
+    return Table("Settings", ["", "horizon", "rate", "others", "at the end of what was tried"], body)
 
 
 def picture(

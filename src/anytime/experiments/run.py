@@ -126,9 +126,9 @@ def _train(run: Run, folder: Path, machine: Machine) -> Row | None:
         gc.collect()
     rows = read_lines(folder / "metrics.jsonl")
     row["losses"] = {str(r["step"]): round(r["loss"], 5) for r in rows if r["kind"] == "eval" and r["step"]}
-    if "failed" not in row and any(str(s) not in row["losses"] for s in config.eval_at if s <= run.steps):
+    if "failed" not in row and any(str(s) not in row["losses"] for s in config.eval_at if 0 < s <= run.steps):
         shutil.rmtree(folder)  # another run had passed there without looking
-        return _train(run, folder, machine)
+        return run.execute(folder, machine)
     average = [r for r in rows if r["kind"] == "average"]
     if "average" in run.watch or "layers" in run.watch:
         row["average"] = [

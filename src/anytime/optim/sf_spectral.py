@@ -47,7 +47,7 @@ def anytime_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
     further, by η²/(1 − μ) a step. Weights are η_t² t³. The decay is η λ_t = 2 / (S + t), so λ = 2 / (lr S), whatever
     the rate. But λ is ½ at most: low rates are for weights that are good already, as in fine-tuning, which must not
     fade. A rate changed later, or of a group, changes the decay. What is no hidden matrix does not decay, and its rate
-    is 0.02 at most: beyond, the embedding is what suffers.
+    is 0.03 at most: beyond, the embedding is what suffers.
     """
     start = max(warmup_steps, 100)
     return {
@@ -57,7 +57,7 @@ def anytime_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
         "momentum_growth_start": start,
         "nesterov": True,
         "weight_decay": 2 / max(4, float(lr) * start),
-        "adam_lr": 0.02 if float(lr) > 0.02 else None,
+        "adam_lr": None if float(lr) <= 0.03 else torch.full_like(lr, 0.03) if isinstance(lr, Tensor) else 0.03,
         "adam_weight_decay": 0.0,
         "averaging_power": 3.0,
         "beta_growth": 0.4,
@@ -77,7 +77,7 @@ class Recipe:
     fill: Callable[[float | Tensor, int], dict[str, Any]]
 
 
-RECIPES = {"paper": Recipe(0.008, 2000, paper_recipe), "anytime": Recipe(0.02, 75, anytime_recipe)}
+RECIPES = {"paper": Recipe(0.008, 2000, paper_recipe), "anytime": Recipe(0.02, 10, anytime_recipe)}
 
 
 @final
@@ -94,7 +94,7 @@ class SFNorMuon(ScheduleFreeSpectral):
         lr, warmup_steps: η_t = lr · min(1, t / warmup_steps); lr from the start at 0.
         recipe: what is not given is as the recipe has it. "paper": betas (0.9, 0.95), momentum 0.8, weight_decay 0.05,
             averaging_power 0, lr 0.008, warmup_steps 2000, nothing else. "anytime", made for runs whose end nobody
-            knows, has lr 0.02 and warmup_steps 75: see `anytime_recipe`.
+            knows, has lr 0.02 and warmup_steps 10: see `anytime_recipe`.
         betas: β of the interpolation, 0 included, and β2 of the row statistics.
         momentum: μ.
         weight_decay, decay_at: λ, and where it acts: "z", "y" or None.
@@ -111,7 +111,7 @@ class SFNorMuon(ScheduleFreeSpectral):
         momentum_dtype=None: a narrower M. nesterov=False: the polar factor of (1 − μ) G + μ M instead of M.
         scaling="rms", update_rms=0.2: the 0.2 √(mn) / ‖P̂‖_F above; for others see Muon.
         adam_lr, adam_weight_decay, adam_betas, adam_eps, adam_decay_at="y": of the SF-AdamW part; by default lr and
-            weight_decay as above, betas (0.95, 0.99), or (β, 0.99) if β grows.
+            weight_decay as above or as the recipe has them, betas (0.95, 0.99), or (β, 0.99) if β grows.
         adam_bias_correction="rate": η_t times √(1 − β2^t), as the paper does; "moment" divides v instead, None neither.
         rules, unmatched, on_nonfinite, graph, owners: see AnytimeOptimizer.
     """

@@ -104,6 +104,8 @@ def recalled(config: Config, groups: Sequence[Mapping[str, Any]]) -> Config:
         values[name] = tuple(value) if isinstance(value, list) else value
     if "lr" in values:  # that of a group may follow a schedule; every recipe's was this one then
         values["lr"] = 0.008
+    if "adam_lr" in values:
+        values["adam_lr"] = values.get("lr", o.lr)
     return _changed(config, values)
 
 

@@ -296,19 +296,11 @@ class Until:
 
 # ------------------------------------------------------------------ presets
 
-_GROWING: dict[str, Any] = {
-    "betas": [0.4, 0.95],
-    "beta_growth": 0.4,
-    "averaging_power": 3.0,
-}
 
-
-def _small(
-    layers: int, width: int, head: int, *, batch: int, lr: float = 0.008, warmup: int = 150, **more: Any
-) -> dict[str, Any]:
-    """A preset below the paper's sizes: its own tokenizer of 4,096, β growing. The rates are from results/."""
-    optimizer = {**_GROWING, "lr": lr, "warmup_steps": warmup, "averaging_warmup": warmup, "beta_growth_start": 200}
+def _small(layers: int, width: int, head: int, *, batch: int, lr: float = 0.02, **more: Any) -> dict[str, Any]:
+    """A preset below the paper's sizes: its own tokenizer of 4,096, the anytime recipe."""
     model = {"layers": layers, "width": width, "head": head, "vocabulary": 4096}
+    optimizer = {"recipe": "anytime", "lr": lr}
     return {"model": model, "optimizer": optimizer, "batch_size": batch, "data": {"path": "data"}, **more}
 
 
@@ -316,12 +308,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "demo": {
         "model": {"layers": 2, "width": 96, "head": 32, "vocabulary": 256, "context": 128, "rope_base": 1000.0},
         "data": {"path": "python"},
-        "optimizer": {
-            **_GROWING,
-            "lr": 0.02,
-            "warmup_steps": 40,
-            "beta_growth_start": 40,
-        },
+        "optimizer": {"recipe": "anytime", "lr": 0.02},
         "until": "3000 steps",
         "batch_size": 4,
         "eval_tokens": 16384,
@@ -331,11 +318,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "report": True,
         "threads": 1,
     },
-    "0.5M": _small(5, 64, 32, batch=16, lr=0.016),
-    "2M": _small(4, 160, 32, batch=32, lr=0.016),
-    "6M": _small(6, 256, 128, batch=32, lr=0.016),
+    "0.5M": _small(5, 64, 32, batch=16, lr=0.032),
+    "2M": _small(4, 160, 32, batch=32, lr=0.032),
+    "6M": _small(6, 256, 128, batch=32, lr=0.032),
     "12M": _small(6, 384, 128, batch=64, micro_batch=32),
-    "30M": _small(9, 512, 128, batch=128, warmup=300, micro_batch=32),
+    "30M": _small(9, 512, 128, batch=128, micro_batch=32),
     "125M": {
         "model": {"layers": 12, "width": 768, "head": 128, "vocabulary": 50304},
         "data": {"path": "data"},
