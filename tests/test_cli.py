@@ -387,19 +387,19 @@ def test_an_optimizer_of_another_name_has_its_own_defaults(here, asked):
     (here / "c.toml").write_text("[optimizer]\nname = 'NorMuon'\n")
     main(["train", "c.toml", "--preset", "demo", "--run", "x"])
     (found,) = asked
-    assert (found.optimizer.betas, found.optimizer.beta_growth, found.optimizer.recipe) == (None, None, None)
+    assert (found.optimizer.betas, found.optimizer.beta_growth, found.optimizer.warmup_steps) == (None, None, 10)
 
 
 @pytest.mark.parametrize("where", ["file", "command line"])
 def test_a_recipe_is_whole_whatever_the_preset_says(here, asked, where, monkeypatch):
     """The preset's options that a recipe fills in are not in its way; those said beside it are."""
-    demo = {**PRESETS["demo"], "optimizer": {"lr": 0.02, "betas": [0.4, 0.95], "beta_growth": 0.4, "momentum": 0.9}}
+    demo = {**PRESETS["demo"], "optimizer": {"lr": 0.02, "warmup_steps": 10, "beta_growth": 0.4, "momentum": 0.9}}
     monkeypatch.setitem(PRESETS, "demo", demo)
     (here / "c.toml").write_text("[optimizer]\nrecipe = 'anytime'\nmomentum = 0.7\n")
     said = ["--optimizer.recipe", "anytime", "--optimizer.momentum", "0.7"]
     main(["train", *(["c.toml"] if where == "file" else said), "--preset", "demo", "--run", "x"])
     found = asked[-1].optimizer
-    assert (found.recipe, found.momentum, found.lr, found.warmup_steps) == ("anytime", 0.7, 0.02, None)
+    assert (found.recipe, found.momentum, found.lr, found.warmup_steps) == ("anytime", 0.7, 0.02, 10)
     assert {getattr(found, key) for key in FILLED if key != "momentum"} == {None}
 
 

@@ -309,7 +309,7 @@ def test_a_run_without_a_checkpoint_may_have_another_rate(bench):
 
 @pytest.mark.parametrize(
     ("said", "warmup"),
-    [(["--optimizer.warmup-steps", "500"], 500), (["--preset", "demo"], 10), ([], 10), (["--preset", "30M"], 10)],
+    [(["--optimizer.warmup-steps", "500"], 500), (["--preset", "demo"], 10), ([], 10), (["--preset", "30M"], 20)],
 )
 def test_a_run_without_a_checkpoint_keeps_its_warmup(bench, said, warmup):
     """The same command again, or the folder alone."""

@@ -298,9 +298,9 @@ class Until:
 
 
 def _small(layers: int, width: int, head: int, *, batch: int, lr: float = 0.02, **more: Any) -> dict[str, Any]:
-    """A preset below the paper's sizes: its own tokenizer of 4,096, the anytime recipe."""
+    """A preset below the paper's sizes: its own tokenizer of 4,096, the anytime recipe; the warmup stays for others."""
     model = {"layers": layers, "width": width, "head": head, "vocabulary": 4096}
-    optimizer = {"recipe": "anytime", "lr": lr}
+    optimizer = {"recipe": "anytime", "lr": lr, "warmup_steps": 20}
     return {"model": model, "optimizer": optimizer, "batch_size": batch, "data": {"path": "data"}, **more}
 
 
@@ -308,7 +308,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "demo": {
         "model": {"layers": 2, "width": 96, "head": 32, "vocabulary": 256, "context": 128, "rope_base": 1000.0},
         "data": {"path": "python"},
-        "optimizer": {"recipe": "anytime", "lr": 0.02},
+        "optimizer": {"recipe": "anytime", "lr": 0.02, "warmup_steps": 10},
         "until": "3000 steps",
         "batch_size": 4,
         "eval_tokens": 16384,
