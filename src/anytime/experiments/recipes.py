@@ -55,7 +55,8 @@ class Rows:
         """At X; of a run that diverged, infinite."""
         row = self.row(run)
         if str(steps) not in row["losses"] and "failed" not in row:
-            raise UserError(f"the row of {run.name!r}, seed {run.seed}, was not looked at in step {steps:,}")
+            asked = f"the row of {run.name!r}, seed {run.seed}, was not looked at in step {steps:,}"
+            raise UserError(f"{asked}: take its line out of rows.jsonl and it is run again")
         return float(row["losses"].get(str(steps), float("inf")))
 
 
