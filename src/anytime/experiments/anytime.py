@@ -148,8 +148,8 @@ METHODS = {
     )
 }  # fmt: skip
 
-#: The method that is taken apart, and its parts, each as the paper has it, or the schedule. The paper's λ for
-#: embeddings would fade away at once: they have the largest that matrices begin with.
+#: The method that is taken apart, and its parts, each as the paper has it, but that the warmup stays below
+#: step S. The paper's λ for embeddings would fade away at once: they have the largest that matrices begin with.
 RECIPE = "anytime"
 PARTS: dict[str, dict[str, Any]] = {
     "β constant": {"betas": (0.9, 0.95), "beta_growth": 0.0},
@@ -159,7 +159,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "decay constant": {"decay_fading": 0, "weight_decay": 0.05},
     "embeddings decay too": {"adam_weight_decay": 0.5},
     "embeddings at the rate": {"adam_lr": RATE},
-    "warmup of the schedule": {"warmup_steps": WARMUP},
+    "warmup of 75 steps": {"warmup_steps": 75},
 }
 #: Of the rate sweep, half octaves around the choice, a factor of 16; and how many more on either side at most, while
 #: the loss there is still near the best.
