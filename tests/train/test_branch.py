@@ -339,6 +339,23 @@ def test_a_cooldown_with_the_average_kept_averages_on(run, tmp_path):
     assert min(sums) > min(before) > 0
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"lr": 0.004}, {"lr": 0.1}, {"averaging_power": 3.0}, {"averaging_power": 1.5, "rate_fall": 0.3,
+     "rate_fall_start": 3}, {"recipe": "anytime"}, {"recipe": "anytime", "lr": 0.05},
+     {"recipe": "paper", "lr": 0.004, "adam_lr": 0.03}, {}],
+)  # fmt: skip
+@pytest.mark.parametrize("origins", [{}, {"recipe": "anytime"}], ids=["paper", "anytime"])
+def test_the_average_goes_on_at_its_pace_whatever_the_weights_are(origin, tmp_path, changes, origins):
+    """c is that of the run which was left, so that X neither stops nor jumps to Z."""
+    config = replace(settings(origin, **origins), run=str(tmp_path / "run"), diagnose_every=1)
+    train(config)
+    train(replace(branch(config.run, tmp_path / "b", at=4, changes={"optimizer": changes}), until="5 steps"))
+    (expected,) = (row["c"] for row in rows(tmp_path / "run", "average") if row["step"] == 5)
+    (found,) = (row["c"] for row in rows(tmp_path / "b", "average") if row["step"] == 5)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 # ------------------------------------------------------------------ restart
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..optim.base import AnytimeOptimizer
 from ..storage.regions import regions_of
 from .build import Rates, build_optimizer, optimizer_class, settled, without_recipe
 from .checkpoint import (
@@ -48,7 +49,8 @@ def branch(
 ) -> Config:
     """Makes the run folder `to`, which stands at step `at` of `source` (its newest by default); train() goes on there.
 
-    cooldown: the rate falls to zero linearly over so many steps, and the run ends there. average: "restart" begins
+    cooldown: the rate falls to zero linearly over so many steps, and the run ends there. average: "keep" goes on with
+    X at the pace that it had, whatever the rate and the power of the weights are from there; "restart" begins
     the average anew from the weights Y; in a cooldown X then stays at Z, so that what comes out is the last iterate,
     as after a schedule. changes: settings as in TOML; other data begin at their beginning.
     """
@@ -95,7 +97,7 @@ def branch(
         state |= {"data": None, "position": 0}
 
     def write(beside: Path) -> None:
-        _fill(beside, found, state, config, restart=average == "restart")
+        _fill(beside, found, state, old, config, restart=average == "restart")
         if config.data.path == old.data.path and (source / "data").is_dir():
             shutil.copytree(source / "data", beside / "data")
 
@@ -151,7 +153,7 @@ def _make(to: Path, config: Config, about: Mapping[str, Any], write: Callable[[P
         raise UserError(f"cannot write the branch to {to}: {reason or wrong}") from None
 
 
-def _fill(to: Path, found: Path, state: dict[str, Any], config: Config, *, restart: bool) -> None:
+def _fill(to: Path, found: Path, state: dict[str, Any], old: Config, config: Config, *, restart: bool) -> None:
     """Writes the checkpoint that the branch begins from."""
     tensors = read_resume(found)
     model = read_tensors(found / MODEL)
@@ -160,7 +162,30 @@ def _fill(to: Path, found: Path, state: dict[str, Any], config: Config, *, resta
             if name.startswith("optimizer/") and name.endswith(("/d", "/weight_sum")):
                 tensor.zero_()
         model = {name: tensor.clone() for name, tensor in weights(tensors).items()}
+    else:
+        before, after = (_next_weights(c, tensors, state["step"]) for c in (old, config))
+        for name, weight in before.items():
+            if 0 < weight != after[name] > 0:
+                tensors[name] *= after[name] / weight
     _write(to, found, state, config, model, tensors)
+
+
+def _next_weights(config: Config, tensors: Mapping[str, Tensor], done: int) -> dict[str, float]:
+    """Name of a parameter's sum of weights -> the weight of its next step. A sum of others would stop the average or
+    throw it away."""
+    with torch.device("meta"):
+        optimizer = build_optimizer(GPT(config.model), config.optimizer)
+    groups = (group for group in optimizer.param_groups for _ in group["params"])
+    found = {}
+    for index, group in enumerate(groups):
+        name = f"optimizer/{index}/weight_sum"
+        if name in tensors:
+            t = tensors[f"optimizer/{index}/step"].reshape(1) + 1
+            found[name] = float(t ** group["averaging_power"])
+            if group["rule"] != "sf-plus":  # whose weights are of the largest rate so far
+                eta = AnytimeOptimizer.rates(optimizer, group, t, [{}]).weighs * Rates(config).factor(done)
+                found[name] *= float(eta.square())
+    return found
 
 
 def _write(

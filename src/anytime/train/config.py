@@ -119,7 +119,7 @@ class OptimizerConfig:
     beta_max: float | None = None
     # Of the running mean of gradients' norms by which SFPlus divides the loss; 0 takes the last one.
     polyak_beta: float | None = None
-    # The same of what is not a matrix of a hidden layer; by default the rate and decay above.
+    # The same of what is not a matrix of a hidden layer; by default the rate and decay above, or the recipe's.
     adam_lr: float | None = None
     adam_weight_decay: float | None = None
     adam_betas: tuple[float, float] | None = None
