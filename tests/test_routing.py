@@ -777,7 +777,7 @@ EXAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "weight_decay": ([0, 0.0, 0.1, 3], NUMBERS),
     "decay_at": (["z", "y", None], ["x", "Z", 0, False]),
     "cautious": ([True, False], FLAGS),
-    "warmup_steps": ([0, 1, 2000], [bad for bad in COUNTS if bad is not None]),  # None is the recipe's
+    "warmup_steps": ([0, 1, 2000], COUNTS),
     "row_norm": ([True, False], FLAGS),
     "polar": ([*METHODS, some_callable], ["newton", None, 5, ""]),
     "polar_dtype": ([None, torch.float32, torch.bfloat16], ["float32", torch.int32, torch.complex64, float]),
@@ -803,6 +803,7 @@ OWNERS: dict[str, tuple[str, dict[str, Any]]] = {
     "beta": ("SFMuon", {}),
     "beta2": ("NorMuon", {}),
     "betas": ("SFAdamW", {}),
+    **dict.fromkeys(("lr", "warmup_steps"), ("SFMuon", {})),  # SFNorMuon has None for its recipe's
     **dict.fromkeys(("momentum", "weight_decay", "averaging_power"), ("SFMuon", {})),
     **dict.fromkeys(("momentum_growth", "momentum_growth_start", "nesterov", "cautious"), ("SFMuon", {})),
     "scaling": ("SFMuon", {}),
