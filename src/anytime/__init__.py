@@ -1,8 +1,9 @@
 """anytime: train neural networks without knowing how long you will train."""
 
 from .batch_norm import recalibrate_batch_norm
-from .optim.base import AnytimeOptimizer, Iterates
+from .optim.base import AnytimeOptimizer
 from .optim.migrate import start_from
+from .optim.modes import Iterates
 from .optim.scheduled import AdamW, Lion, Muon, NorMuon, Shampoo, SignSGD, SpectralDescent
 from .optim.sf_elementwise import SFSGD, SFAdamW, SFLion
 from .optim.sf_plus import SFPlus

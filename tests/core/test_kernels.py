@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from anytime.core import averaging
-from anytime.core.kernels import passes, products
+from anytime.core.kernels import passes, products, table
 from anytime.core.polar import COEFFICIENTS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -280,7 +280,7 @@ def test_degenerate_input_stays_finite(shape, gram, dtype):
 def table_of(*rows: dict[str, Tensor | int]) -> Tensor:
     """A table of addresses; what is not named is 0."""
     names = ("grad", "param", "d", "residual", "momentum", "second", "step", "weight_sum", "beta", "group")
-    assert len(names) == passes.COLUMNS.value
+    assert len(names) == table.COLUMNS.value
     values = [[row.get(name, 0) for name in names] for row in rows]
     numbers = [[v.data_ptr() if isinstance(v, Tensor) else v for v in row] for row in values]
     return torch.tensor(numbers, dtype=torch.int64, device=DEVICE)
@@ -309,7 +309,7 @@ def test_finite_finds_inf_and_nan_wherever_they_are(value, dtype):
     memories = [blank(size + offset + 64, dtype) for size in SIZES]
     grads = [memory[offset : offset + size] for memory, size in zip(memories, SIZES, strict=True)]
     where = spans(SIZES[1:], 64)
-    table = table_of(*({"grad": grad} for grad in grads))
+    addresses = table_of(*({"grad": grad} for grad in grads))
     largest = torch.finfo(dtype).max
     for i in range(1, len(SIZES)) if value is not None else [0]:
         for at in (0, -1):
@@ -320,7 +320,7 @@ def test_finite_finds_inf_and_nan_wherever_they_are(value, dtype):
                 grads[i][at] = value
             bad = torch.zeros((), dtype=torch.int32, device=DEVICE)
             how = {"KIND": products.DTYPES[dtype], "ALIGNED": False, "BLOCK": 64}
-            passes.finite[(len(where[0]),)](table, *where, 1, bad, **how)
+            table.finite[(len(where[0]),)](addresses, *where, 1, bad, **how)
             assert int(bad) == (value is not None), (i, at)
 
 
@@ -356,7 +356,7 @@ def group_settings(draw):
 
 
 def test_settings_are_drawn_in_their_order():
-    assert passes.WIDTH.value == len(passes.SETTINGS)
+    assert table.WIDTH.value == len(table.SETTINGS)
 
 
 @few
@@ -380,11 +380,11 @@ def test_tick_is_the_clock_of_the_average(groups, steps, fresh, bad, averages):
         {"step": scalars[0][i], "weight_sum": scalars[1][i], "beta": scalars[2][i], "group": mine[i]}
         for i in range(count)
     ]
-    numbers = torch.tensor([[float(group[name]) for name in passes.SETTINGS] for group in groups], dtype=F64)
-    coefficients = torch.full((count + 1, passes.WIDTH.value), NAN, device=DEVICE)
+    numbers = torch.tensor([[float(group[name]) for name in table.SETTINGS] for group in groups], dtype=F64)
+    coefficients = torch.full((count + 1, table.WIDTH.value), NAN, device=DEVICE)
     ok, skipped = torch.tensor([NAN, 7.0], dtype=F64, device=DEVICE).unbind()
     counts = count % 2 == 0
-    passes.tick[(-(-count // 4),)](
+    table.tick[(-(-count // 4),)](
         table_of(*rows),
         numbers.view(torch.int64).to(DEVICE),
         torch.tensor(int(bad), dtype=torch.int32, device=DEVICE),
@@ -446,17 +446,17 @@ def test_tick_is_the_clock_of_the_average(groups, steps, fresh, bad, averages):
             assert torch.equal(after[1], sums0[i])
             assert torch.equal(after[2], betas0[i])
         for name, value in expected.items():
-            got = coefficients[i, getattr(passes, name).value].cpu()
+            got = coefficients[i, getattr(table, name).value].cpu()
             torch.testing.assert_close(got.double(), torch.as_tensor(value, dtype=F64), rtol=1e-6, atol=1e-9, msg=name)
         if not averages:
-            assert coefficients[i, passes.KEEP_D.value].isnan()
+            assert coefficients[i, table.KEEP_D.value].isnan()
 
 
 def coefficients_of(count: int, **values: float) -> Tensor:
     """A row a parameter, NaN but for what is named; OK = 1."""
-    out = torch.full((count, passes.WIDTH.value), NAN, device=DEVICE)
+    out = torch.full((count, table.WIDTH.value), NAN, device=DEVICE)
     for name, value in {"OK": 1.0, **values}.items():
-        out[:, getattr(passes, name).value] = value
+        out[:, getattr(table, name).value] = value
     return out
 
 
@@ -666,14 +666,14 @@ def test_adam(first_moment, dtype, averages, decay_at):
     dtypes |= {"d": torch.float32} if averages else {}
     dtypes |= {"residual": torch.float32} if dtype != torch.float32 else {}
     dtypes |= {"momentum": kind_m} if first_moment else {}
-    state, table = flat_state(sizes, dtypes)
+    state, addresses = flat_state(sizes, dtypes)
     old = [{name: value.clone() for name, value in tensors.items()} for tensors in state]
     numbers = {"A1": 0.75, "B1": 0.25, "A2": 0.875, "B2": 0.125, "UNBIAS1": 0.5, "UNBIAS2": 0.75, "EPS": 0.01}
     c = coefficients_of(4, **MOVE, **numbers)
     where = spans(sizes, 64)
     how = {"KIND": dtype, "KIND_G": dtype, "KIND_M": kind_m}
     passes.adam[(len(where[0]),)](
-        table,
+        addresses,
         c,
         *where,
         1,
@@ -704,7 +704,7 @@ def test_adam(first_moment, dtype, averages, decay_at):
 
 
 def test_adam_without_eps_stands_still_where_there_never_was_a_gradient():
-    state, table = flat_state([70], {"grad": torch.float32, "param": torch.float32, "second": torch.float32})
+    state, addresses = flat_state([70], {"grad": torch.float32, "param": torch.float32, "second": torch.float32})
     for name in ("grad", "second"):
         state[0][name][:40] = 0.0
     before = state[0]["param"].clone()
@@ -718,7 +718,7 @@ def test_adam_without_eps_stands_still_where_there_never_was_a_gradient():
         "ALIGNED": False,
         "BLOCK": 64,
     }
-    passes.adam[(2,)](table, c, *spans([70], 64), 1, **kinds, **how)
+    passes.adam[(2,)](addresses, c, *spans([70], 64), 1, **kinds, **how)
     assert torch.equal(state[0]["param"][:40], before[:40])
     assert not torch.equal(state[0]["param"], before)
     assert state[0]["param"].isfinite().all()
@@ -813,7 +813,7 @@ def test_move(normed, dtype, averages, decay_at, cautious):
     work = Moves(9, 7, dtype, averages=averages)
     old = [{name: value.clone() for name, value in tensors.items()} for tensors in work.state]
     c = coefficients_of(3, **MOVE, RMS=0.5, A2=0.75, B2=0.25, EPS=0.01)
-    c[2, passes.OK.value] = 0.0
+    c[2, table.OK.value] = 0.0
     if row_norm or unit_norm:
         work.rows(c, row_norm=row_norm)
     exponents = torch.tensor([3, 4], dtype=torch.int32, device=DEVICE)

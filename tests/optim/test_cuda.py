@@ -476,9 +476,9 @@ def compiled() -> int:
     """How many kernels Triton holds in this process."""
     from triton.runtime.jit import JITFunction
 
-    from anytime.core.kernels import passes, products
+    from anytime.core.kernels import passes, products, table
 
-    functions = [f for module in (passes, products) for f in vars(module).values() if isinstance(f, JITFunction)]
+    functions = [f for module in (table, passes, products) for f in vars(module).values() if isinstance(f, JITFunction)]
     return sum(len(cache[0]) for f in functions for cache in f.device_caches.values())
 
 

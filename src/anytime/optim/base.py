@@ -1,55 +1,31 @@
-"""The one Optimizer behind all of them: state, the step, modes and the average.
-
-A group follows one rule (`group["rule"]`). A parameter's state is plain tensors by name, each of the parameter's shape,
-a statistic a row, or 0-dim, and all zeros at the start:
-
-    step, weight_sum, beta   t, Σw and the β that formed y
-    d                        z − x
-    residual                 y − p, where the parameter p is narrower than float32
-    y                        the parameter as it was in train mode, while in eval mode
-    …                        the direction's own buffers
-
-so it needs no dummy step, weights may still be loaded before the first step, and it shards as its parameter does.
-Scheduled optimizers are the same without the average: x = y = z = p, and no d.
-"""
+"""The one Optimizer behind all of them: its step. What it has and its state are in members.py, modes and the average in
+modes.py."""
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import routing
 from ..core import averaging
 from ..core.averaging import Tensors
 from ..core.direction import Batch
 from ..core.layout import Layout
-from ..distributed.parts import is_sharded, local, part_like, zeros
-from ..distributed.team import Team, refuse_flat, reshard
+from ..distributed.parts import is_sharded, local
 from . import fused
-from .files import ABOUT, Resumable, fingerprint
-from .groups import Group, Place, Router, Ruled, places, unique_names
-from .moves import all_finite, chunks, compute_dtype, confined, fast_step, placed_as, where_ok, write_
+from .groups import Group, Ruled, places, unique_names
+from .members import State
+from .modes import Modes
+from .moves import all_finite, chunks, compute_dtype, confined, fast_step, placed_as, precise_y, where_ok, write_
 from .options import validate
 from .rules import ELEMENTWISE, RULES
 
 if TYPE_CHECKING:  # it needs Triton
     from .engine import Engine
-
-State = dict[str, Tensor]
-
-
-class Iterates(NamedTuple):
-    """The three sequences of one parameter, in the precision of the update."""
-
-    x: Tensor
-    y: Tensor
-    z: Tensor
 
 
 class Rates(NamedTuple):
@@ -60,7 +36,7 @@ class Rates(NamedTuple):
     decay: Sequence[float] | Tensor
 
 
-class AnytimeOptimizer(Resumable):
+class AnytimeOptimizer(Modes):
     """Abstract. `matrix` and `rest` are the rules and defaults that a final class brings.
 
     rules: name pattern -> "matrix", "rest" or options (rule, split, rate, lr, …); the first match wins.
@@ -93,165 +69,15 @@ class AnytimeOptimizer(Resumable):
     ) -> None:
         whole = {"on_nonfinite": on_nonfinite, "graph": graph, "chunk_bytes": chunk_bytes, "owners": owners}
         validate(whole, whole, type(self).__name__)
-        self.plan = routing.Plan()
-        self._router = Router(type(self).__name__, matrix, rest, dict(rules or {}), unmatched)
         self._on_nonfinite = on_nonfinite
         self._graph, self._chunk_bytes = graph, chunk_bytes
         self._fused = fused.Engines()
-        self._team = Team(owners, process_group)
-        self._training = True
         self._skipped: dict[torch.device, Tensor] = {}
-        self._fitted: dict[Tensor, tuple[torch.device, torch.dtype]] = {}
-        self._known: set[Tensor] = set()
-        self._module = weakref.ref(params) if isinstance(params, nn.Module) else None
-        collected = routing.collect(params)
-        refuse_flat(given.param for members, _ in collected for given in members)
-        groups, self.plan.entries = self._router.resolve(collected)
-        super().__init__(groups, dict((matrix or rest).options))
+        super().__init__(params, matrix, rest, rules, unmatched, owners, process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("plan", "_router", "_on_nonfinite", "_graph", "_chunk_bytes", "_training", "_skipped", "_team", "_known")
-        kept = {name: getattr(self, name) for name in own}
-        return {**super().__getstate__(), **kept, "_fitted": {}, "_fused": fused.Engines(), "_module": None}
-
-    def __repr__(self) -> str:
-        lists = ("params", "param_names", "layouts", "order", "rule", *ABOUT)
-        lines = [
-            f"  {group['rule']}, {len(group['params'])} parameters: "
-            + ", ".join(f"{key}={value!r}" for key, value in sorted(group.items()) if key not in lists)
-            for group in self.param_groups
-        ]
-        return "\n".join([f"{type(self).__name__} (", *lines, ")"])
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Adds parameters, routed as the constructor's are: matrices and others become a group each."""
-        if "layouts" in param_group:  # resolved
-            own = {"param_names", *param_group}
-            super().add_param_group(param_group)
-            for key in [key for key in param_group if key not in own]:
-                del param_group[key]  # torch fills in the defaults of the other rule
-            param_group |= self.about()
-            self._take_up(param_group)
-            return
-        known = {id(p) for group in self.param_groups for p in group["params"]}
-        collected = routing.collect_group(param_group)
-        if any(id(given.param) in known for given in collected[0]):
-            raise ValueError("some parameters appear in more than one parameter group")
-        groups, entries = self._router.resolve([collected], offset=len(self.plan), complete=False)
-        before = len(self.param_groups)
-        try:
-            for group in groups:
-                self.add_param_group(group)
-        except Exception:
-            for group in self.param_groups[before:]:
-                self._forget(group["params"])
-            del self.param_groups[before:]
-            raise
-        self.plan.entries.extend(entries)
-
-    def _take_up(self, group: Group) -> None:
-        """Decides who holds a group's parameters, and makes their state; of those that are new."""
-        fresh = [place for place in places(group) if place.param not in self._known]
-        self._team.add(
-            [place.param for place in fresh],
-            [Layout.parse(place.layout) for place in fresh],
-            matrices=group["rule"] not in ELEMENTWISE,
-        )
-        self._known.update(place.param for place in fresh)
-        for place in fresh:
-            if place.param.requires_grad and self._team.holds(place.param):
-                self._ensure_state(place)
-
-    def _forget(self, params: Iterable[Tensor]) -> None:
-        for p in params:
-            self.state.pop(p, None)
-            self._fitted.pop(p, None)
-            self._known.discard(p)
-            self._team.forget(p)
-
-    def _follow(self, *, replaced: bool = False) -> None:
-        """Takes up parameters that were put in the places of those given: Accelerate shards a model after its optimizer
-        was made, and exchanges them in the groups. What is in no group any more is forgotten.
-
-        replaced: whether all state is about to be loaded, so that none can be lost.
-        """
-        mine = {p for group in self.param_groups for p in group["params"]}
-        if mine == self._known:
-            return
-        gone, fresh = self._known - mine, mine - self._known
-        if gone and fresh:
-            what = f"{type(self).__name__}: {len(gone)} parameters were exchanged for others"
-            if (owners := self._team.owners) is not None:
-                raise RuntimeError(
-                    f"{what}, but owners={owners.mode!r} was settled: build the optimizer on the new ones"
-                )
-            steps = [self.state[p]["step"] for p in gone if self.state.get(p)]
-            moved = all(map(self.state.get, fresh))
-            if not moved and not replaced and any(not step.is_meta and step.item() for step in steps):
-                raise RuntimeError(
-                    f"{what} after the first step, and their state belongs to the old ones. Save, build the optimizer "
-                    "on the new parameters, and load; or move the entries of optimizer.state yourself"
-                )
-        self._forget(gone)
-        for group in self.param_groups:
-            self._take_up(group)
-
-    # ----------------------------------------------------------------- state
-
-    def state_spec(
-        self, p: Tensor, group: Mapping[str, Any], layout: str
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        scalar, precise = averaging.scalar_dtype(p.device), compute_dtype(p)
-        shape = tuple(p.shape)
-        buffers = RULES[group["rule"]].buffers(shape, Layout.parse(layout), group)
-        spec = {name: (shape_, dtype or precise) for name, (shape_, dtype) in buffers.items()}
-        if self.averages:
-            spec |= {"d": (shape, precise), "weight_sum": ((), scalar), "beta": ((), scalar)}
-        if p.dtype != precise:
-            spec["residual"] = (shape, precise)
-        return spec | {"step": ((), scalar)}
-
-    def _ensure_state(self, place: Place) -> State:
-        """The parameter's state, created, or moved where the parameter has gone; idempotent."""
-        p = place.param
-        old: State = self.state.get(p, {})
-        if old and self._fitted.get(p) == (p.device, p.dtype):
-            return old
-        new: State = {}
-        layout = Layout.parse(place.layout)
-        with torch.inference_mode(False):  # what an evaluation makes, steps will write to
-            for name, (shape, dtype) in self.state_spec(p, place.group, place.layout).items():
-                if name in old and not old[name].is_meta:
-                    new[name] = old[name].to(p.device, dtype)
-                else:
-                    new[name] = zeros(name, shape, dtype, p, layout)
-            if "y" in old:
-                new["y"] = old["y"].to(p.device, p.dtype)
-            elif self.averages and not self._training:
-                new["y"] = p.detach().clone()
-        self.state[p] = new
-        self._fitted[p] = (p.device, p.dtype)
-        return new
-
-    def _place(self, p: Tensor) -> Place:
-        for group in self.param_groups:
-            for place in places(group):
-                if place.param is p:
-                    return place
-        raise KeyError(f"a tensor of shape {tuple(p.shape)} is not a parameter of this optimizer")
-
-    def ensure_state(self, p: Tensor) -> State:
-        """The state of a parameter, created if it has none yet because it was frozen."""
-        if not self._team.holds(p):
-            raise RuntimeError(f"the state of a parameter of shape {tuple(p.shape)} is held by another process")
-        return self._ensure_state(self._place(p))
-
-    def _each(self) -> Iterator[tuple[Tensor, State]]:
-        """Parameters that have state, with it; one that never was trainable has none."""
-        for group in self.param_groups:
-            for place in places(group):
-                if self.state.get(place.param):
-                    yield place.param, self._ensure_state(place)
+        kept = {name: getattr(self, name) for name in ("_on_nonfinite", "_graph", "_chunk_bytes", "_skipped")}
+        return {**super().__getstate__(), **kept, "_fused": fused.Engines()}
 
     # ------------------------------------------------------------------ step
 
@@ -482,7 +308,7 @@ class AnytimeOptimizer(Resumable):
         confines = group.get("projection") is not None
         for some in [whole] if confines else chunks(params):
             u = U[some] or direction(some)
-            y = [self._y(p, state) for p, state in zip(params[some], states[some], strict=True)]
+            y = [precise_y(p, state) for p, state in zip(params[some], states[some], strict=True)]
             d = [state["d"] for state in states[some]] if self.averages else []
             z: Tensors = torch._foreach_addcmul(y, d, clock.beta[some].to(precise).unbind()) if self.averages else y
             dz = fast_step(y, z, u, eta[some], decay[some], group)
@@ -501,156 +327,9 @@ class AnytimeOptimizer(Resumable):
         torch._foreach_copy_([state["step"] for state in states], list((t - 1 + ok).unbind()))
 
     @property
-    def training(self) -> bool:
-        """Whether the model holds Y (train mode) rather than X (eval mode)."""
-        return self._training
-
-    @property
     def skipped_steps(self) -> int:
         """How many steps were left out for inf or NaN gradients; reads one number from the device."""
         return max((int(count.item()) for count in self._skipped.values()), default=0)
-
-    # ------------------------------------------------------- modes, averages
-
-    @staticmethod
-    def _y(p: Tensor, state: State) -> Tensor:
-        """Y in the precision of the update: the parameter itself, or a new tensor where the parameter is narrower."""
-        return p.detach() if "residual" not in state else p.to(state["residual"].dtype) + state["residual"]
-
-    @torch.no_grad()
-    def iterates(self, p: Tensor) -> Iterates:
-        """Copies of X, Y and Z of a parameter, in any mode."""
-        self.look_at_weights()
-        state = self.state.get(p, {})
-        if not state:
-            self._place(p)
-            if not self._team.holds(p):
-                self.ensure_state(p)
-            return Iterates(*(p.detach().to(compute_dtype(p), copy=True) for _ in range(3)))
-        y, d, beta = self._local_y(state.get("y", p), state).clone(), local(state.get("d", p)), state.get("beta")
-        if beta is None:
-            return Iterates(*(part_like(part, p) for part in (y.clone(), y, y.clone())))
-        found = averaging.x_of(y, d, beta), y, averaging.z_of(y, d, beta)
-        return Iterates(*(part_like(part, p) for part in found))
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        """The model holds the average X until train(); Y is kept aside."""
-        self.look_at_weights()
-        if not self._training:
-            return
-        each = list(self._each())
-        self._set_mode(training=False)
-        if self.averages:
-            for p, state in each:
-                y = p.detach().clone()
-                x = self._local_x(p, state)
-                state["y"] = y
-                local(p).copy_(x)
-            self._weights_changed()
-
-    @torch.no_grad()
-    def train(self) -> None:
-        """The model holds Y again, bit for bit what it was before eval()."""
-        self.look_at_weights()
-        back = not self._training
-        for p, state in self._each():
-            if "y" in state:
-                local(p).copy_(local(state["y"]))
-                del state["y"]
-        self._set_mode(training=True)
-        if back and self.averages:
-            self._weights_changed()
-
-    def _weights_changed(self) -> None:
-        """Brings other processes' matrices up to date, and whatever was gathered of them."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        owners = self._team.owners
-        if owners is not None and (owned := [p for p in params if self.is_owned(p)]):
-            owners.gather_(owned, [p.detach() for p in owned])
-        reshard(params)
-
-    def _local_y(self, p: Tensor, state: State) -> Tensor:
-        return self._y(local(p), {name: local(value) for name, value in state.items()})
-
-    def _local_x(self, p: Tensor, state: State) -> Tensor:
-        """X of a parameter that holds Y, a new tensor: of the part held here."""
-        y = self._local_y(p, state)
-        return averaging.x_of(y, local(state["d"]), state["beta"]) if self.averages else y.clone()
-
-    def _set_mode(self, *, training: bool) -> None:
-        self._training = training
-        for group in self.param_groups:
-            group["sequence"] = "y" if training else "x"
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Inside, the model holds X; after, exactly what it held before, whatever happened. Nests."""
-        was_training = self._training
-        try:
-            self.eval()
-            yield
-        finally:
-            self.train() if was_training else self.eval()
-
-    @torch.no_grad()
-    def averaged_state_dict(self, model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """model.state_dict() with X in place of the parameters, as new tensors; the model is not touched.
-
-        dtype None keeps each parameter's own. Buffers are copied as they are: statistics of BatchNorm belong to Y
-        unless recalibrate_batch_norm ran at X.
-        """
-        self.look_at_weights()
-        found = model.state_dict(keep_vars=True)
-        mine = {id(p) for group in self.param_groups for p in group["params"]}
-        if not any(id(value) in mine for value in found.values()):
-            raise ValueError("averaged_state_dict: none of the optimizer's parameters belong to this model")
-        new: dict[int, Tensor] = {}
-        for p, state in self._each():
-            x = self._local_x(state.get("y", p), state)
-            new[id(p)] = part_like(x.to(dtype or p.dtype), p)
-        owners = self._team.owners
-        if owners is not None and owners.mode != "factor":
-            for p in owners.of:
-                new.setdefault(id(p), p.detach().to(dtype or p.dtype, copy=True))
-            owners.gather_([*owners.of], [new[id(p)] for p in owners.of])
-        for name, value in found.items():
-            if isinstance(value, Tensor):
-                if id(value) not in new:
-                    convert = dtype is not None and isinstance(value, nn.Parameter) and value.is_floating_point()
-                    new[id(value)] = value.detach().to(dtype if convert else value.dtype, copy=True)
-                found[name] = new[id(value)]
-        return found
-
-    # ----------------------------------------------------------------- files
-
-    def fingerprints(self, params: Sequence[Tensor]) -> list[Tensor]:
-        found = [fingerprint(p) for p in params]
-        self.sum_parts_(params, found)
-        return found
-
-    def holds(self, p: Tensor) -> bool:
-        return self._team.holds(p)
-
-    def is_owned(self, p: Tensor) -> bool:
-        """Whether one process alone has the state of a parameter."""
-        owners = self._team.owners
-        return owners is not None and owners.mode != "factor" and p in owners.of
-
-    def sum_parts_(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Adds up, in place, what was found on the parts of each parameter; all processes must ask for it."""
-        self._team.sum_parts_(params, values)
-
-    def sum_owned_(self, value: Tensor) -> None:
-        """Adds up, in place, what each process found on the parameters that it owns."""
-        owners = self._team.owners
-        if owners is not None and owners.mode != "factor":
-            self._team.sum_(value)
-
-    def fit_state(self, *, replaced: bool = False) -> None:
-        self._follow(replaced=replaced)
-        for _ in self._each():
-            pass
 
     def restore(self, *, training: bool, skipped_steps: int) -> None:
         self._set_mode(training=training)

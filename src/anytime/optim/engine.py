@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..core.direction import Adam, Spectral
-from ..core.kernels import passes, products
+from ..core.kernels import passes, products, table
 from ..core.layout import Layout
 from ..core.polar import COEFFICIENTS
 from .rules import RULES
@@ -115,7 +115,7 @@ class Engine:
         self.spare: list[Tensor] = []
 
     def _allocate(self, groups: int) -> None:
-        self.columns, self.width = passes.COLUMNS.value, passes.WIDTH.value
+        self.columns, self.width = table.COLUMNS.value, table.WIDTH.value
         self.settings_at = self.count * self.columns
         self.table = torch.zeros(self.settings_at + groups * self.width, dtype=torch.int64, device=self.device)
         self.coefficients = torch.zeros(self.count, self.width, dtype=torch.float32, device=self.device)
@@ -177,7 +177,7 @@ class Engine:
             self.bad.zero_()
             for part in self.parts:
                 flat = part.flat
-                passes.finite[(len(flat.tensor_of_block),)](
+                table.finite[(len(flat.tensor_of_block),)](
                     self.table,
                     flat.tensor_of_block,
                     flat.first_block,
@@ -197,7 +197,7 @@ class Engine:
         of_groups = self.table[self.settings_at :]
         for number, lr in self.rates.items():
             of_groups[number * self.width].view(torch.float64).copy_(lr.reshape(()))
-        passes.tick[(_cdiv(self.count, 64),)](
+        table.tick[(_cdiv(self.count, 64),)](
             self.table,
             of_groups,
             self.bad,
@@ -378,9 +378,9 @@ def _chunks(members: list[Member], first: int, dtype: torch.dtype, chunk_bytes: 
         size = _cdiv(len(pieces), _cdiv(len(pieces), most))
         aligned = all(value % 16 == 0 for value in (n, stride, *(start for _, start, _ in pieces)))
         for at in range(0, len(pieces), size):
-            table = torch.tensor(pieces[at : at + size], dtype=torch.int64, device=device)
-            exponents = torch.zeros(len(table), dtype=torch.int32, device=device)
-            yield _Chunk(table, exponents, m, n, stride, row_stride, aligned, form)
+            listed = torch.tensor(pieces[at : at + size], dtype=torch.int64, device=device)
+            exponents = torch.zeros(len(listed), dtype=torch.int32, device=device)
+            yield _Chunk(listed, exponents, m, n, stride, row_stride, aligned, form)
 
 
 def _flat(sizes: list[int], device: torch.device) -> _Flat:
@@ -410,7 +410,7 @@ def _addresses(p: Tensor, grad: Tensor, state: State) -> list[int]:
 
 
 def _numbers(group: Group, lr: float) -> tuple[float, ...]:
-    """A group's settings in the order of passes.SETTINGS."""
+    """A group's settings in the order of table.SETTINGS."""
     direction = RULES[group["rule"]]
     betas = group.get("betas", (0.0, 0.0))
     correction = group.get("bias_correction")

@@ -29,6 +29,11 @@ def compute_dtype(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
+def precise_y(p: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """Y in the precision of the update: the parameter itself, or a new tensor where the parameter is narrower."""
+    return p.detach() if "residual" not in state else p.to(state["residual"].dtype) + state["residual"]
+
+
 def placed_as(p: Tensor, grad: Tensor) -> Tensor:
     """The part of a sharded parameter's gradient that belongs to the part held here."""
     if grad.placements != p.placements:  # type: ignore[attr-defined]

@@ -16,8 +16,9 @@ from typing_extensions import Unpack
 from ..core import averaging
 from ..routing import Params
 from . import fused, keywords
-from .base import AnytimeOptimizer, Rates, State, averaging_beta
+from .base import AnytimeOptimizer, Rates, averaging_beta
 from .groups import Group, Ruled
+from .members import State
 from .moves import compute_dtype
 
 
