@@ -128,6 +128,17 @@ def test_the_token_ratio_in_words(loss, said):
     assert frontier._ratio(envelope, loss) == said
 
 
+def test_a_method_of_one_seed_is_set_beside_that_seed_alone():
+    """Its losses are the envelope's there, whatever the envelope's other seed has."""
+    method = METHODS[RECIPE]
+    envelope = {h: [3.0 - h / 10, 2.5 - h / 10] for h in NANO.horizons}
+    losses = {method.name: {h: values[:1] for h, values in envelope.items()}}
+    table = frontier.regrets(NANO, [method], losses, envelope, {method.name: Choice({}, 0)})
+    said = dict(zip(table.head, table.body[0], strict=True))
+    assert (said["max R"], said["mean R"]) == ("+0.0000", "+0.0000")
+    assert said[f"ρ {NANO.horizons[-1]:g}×"] == "1.00"
+
+
 # -------------------------------------------------------------------- searches
 
 

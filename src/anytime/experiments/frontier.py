@@ -194,10 +194,11 @@ def regrets(
 ) -> Table:
     marks = [f"{h:g}×" for h in study.horizons]
     body = []
-    means = {h: statistics.fmean(values) for h, values in envelope.items()}
     for method in methods:
         found = losses[method.name]
-        regret = Regret.of(found, {h: values[: len(found[h])] for h, values in envelope.items()})
+        beside = {h: values[: len(found[h])] for h, values in envelope.items()}
+        regret = Regret.of(found, beside)
+        means = {h: statistics.fmean(values) for h, values in beside.items()}
         body.append(
             [
                 method.name,
@@ -213,7 +214,7 @@ def regrets(
     note = (
         "Loss at X, nats a token, mean ± standard deviation over the seeds. R: above the envelope, seed by seed; in "
         "brackets the upper end of the 95% interval. ρ: the part of the last horizon's tokens that the envelope needs "
-        "for the same loss."
+        "for the same loss, on the same seeds."
     )
     return Table(f"Regret against the envelope, {study.name}", head, body, note)
 

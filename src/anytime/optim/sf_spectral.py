@@ -44,9 +44,9 @@ def anytime_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
 
     With S = max(warmup_steps, 100), after step S: β_t = 1 − 0.6 ((S − 1)/(t − 1))^0.4, and the momentum, Nesterov's,
     μ_t = 1 − 0.2 ((S − 1)/(t − 1))^0.3. The rate falls as t^−0.3: where noise agrees with itself for longer, it moves Z
-    further, by η²/(1 − μ) a step. Weights are η_t² t³. The decay is η λ_t = 2 / (S + t), so λ = 2 / (lr S), whatever
-    the rate. But λ is ½ at most: low rates are for weights that are good already, as in fine-tuning, which must not
-    fade. A rate changed later, or of a group, changes the decay. What is no hidden matrix does not decay, and its rate
+    further, by η²/(1 − μ) a step. Weights are η_t² t³. The decay is η λ_t = a / (S + t): what was learnt at step s counts
+    (s / t)^a at step t. Where lr ≥ 4 / S, a is 2; below, λ is ½ and a = lr S / 2, for low rates are for weights that
+    are good already, as in fine-tuning, which must not fade. A rate changed later, or of a group, changes the decay. What is no hidden matrix does not decay, and its rate
     is 0.03 at most: beyond, the embedding is what suffers.
     """
     start = max(warmup_steps, 100)
