@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -470,13 +471,72 @@ def test_metrics_go_to_other_places_too(here):
     assert any(path.name.startswith("events.out.tfevents") for path in (here / "new").rglob("*"))
 
 
-@pytest.mark.parametrize("there", ["nothing", "checkpoints alone"])
-def test_a_folder_without_settings_is_no_run(here, capsys, there):
-    """Nothing of another size is begun in it."""
+def test_a_folder_without_settings_is_no_run(here, capsys):
     (here / "bare").mkdir()
-    if there != "nothing":
-        (here / "bare/checkpoints").symlink_to(here / "run/checkpoints")
     assert "there is no run in bare to go on with" in fails(["train", "--run", "bare"], capsys)
+
+
+def test_settings_that_were_lost_are_in_the_checkpoints(here, capsys):
+    shutil.copytree(here / "run", here / "lost")
+    before = stored_config(here / "lost")
+    (here / "lost/config.toml").unlink()
+    assert stored_config(here / "lost") == before
+    said = fails(["train", "tiny.toml", "--run", "lost", "--seed", "9"], capsys)
+    assert "holds a run with other settings (seed: 9 was 0)" in said
+    assert main(["train", "--run", "lost", "--until", "5 steps"]) == 0
+    assert read_toml(here / "lost/config.toml")["model"]["width"] == 32
+
+
+@pytest.mark.parametrize(("line", "edited", "told"), [
+    ("seed = 0", "seed = 9", "seed: 9 was 0"),
+    ("lr = 0.02", "lr = 0.5", "optimizer.lr: 0.5 was 0.02"),
+    ("width = 32", "width = 64", "model.width: 64 was 32"),
+])  # fmt: skip
+def test_settings_edited_by_hand_make_no_other_run(here, capsys, line, edited, told):
+    shutil.copytree(here / "run", here / "copy")
+    settings = (here / "copy/config.toml").read_text()
+    assert settings.count(line + "\n") == 1
+    (here / "copy/config.toml").write_text(settings.replace(line, edited))
+    assert f"says of the run what its checkpoints do not ({told})" in fails(["train", "--run", "copy"], capsys)
+
+
+def test_a_setting_that_may_change_may_be_edited_by_hand(here):
+    shutil.copytree(here / "run", here / "copy")
+    settings = (here / "copy/config.toml").read_text()
+    (here / "copy/config.toml").write_text(settings.replace("batch_size = 2", "batch_size = 4"))
+    assert main(["train", "--run", "copy", "--until", "5 steps"]) == 0
+    assert [r["tokens"] for r in read_lines(here / "copy/metrics.jsonl") if r["kind"] == "stop"][-1] == 4 * 64 + 128
+
+
+def test_a_branch_lies_beside_its_run_wherever_one_stands(here, monkeypatch):
+    shutil.copytree(here / "run", here / "a run")
+    monkeypatch.chdir(here / "a run")
+    settings = Path("config.toml").read_text().replace('path = "data"', 'path = "../data"')
+    Path("config.toml").write_text(settings)
+    assert main(["branch", ".", "--until", "5 steps"]) == 0
+    assert (here / "a run-branch-4/config.toml").exists()
+
+
+@pytest.mark.parametrize("until", ["4 steps", "2 steps", "100 tokens"])
+def test_a_branch_that_would_end_at_once_is_not_made(here, capsys, until):
+    said = fails(["branch", "run", "--run", "new", "--until", until], capsys)
+    assert f"until is '{until}', but run/checkpoints/step-00000004 is at step 4 already" in said
+    assert not (here / "new").exists()
+
+
+def test_minutes_below_zero(capsys):
+    assert "minutes is -1, must be 0" in fails(["frontier", "nano", "--minutes", "-1", "--yes"], capsys)
+
+
+def test_a_folder_that_cannot_be_made(here, capsys):
+    said = fails(["frontier", "nano", "--data", "data", "--yes", "--out", "tiny.toml"], capsys)
+    assert said == "cannot make the folder tiny.toml: File exists"
+
+
+def test_an_export_needs_a_name(here, capsys, monkeypatch):
+    (here / "empty").mkdir()
+    monkeypatch.chdir(here / "empty")
+    assert "to is '.': name a folder for it" in fails(["export", "../run", "--to", "."], capsys)
 
 
 def test_how_to_go_on(here, capsys):

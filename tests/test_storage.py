@@ -1140,3 +1140,12 @@ if __name__ == "__main__":
             os._exit(0)
     for _ in range(PROCESSES):
         os.wait()
+
+
+def test_a_lazily_negated_tensor_is_saved_with_its_sign(tmp_path):
+    negated = torch.tensor([1 + 2j]).conj().imag
+    assert negated.is_neg()
+    storage.save(tmp_path / "x", {"a": negated})
+    found = {"a": torch.empty(1)}
+    storage.load(tmp_path / "x", found)
+    assert found["a"].tolist() == [-2.0]

@@ -268,7 +268,8 @@ def branch(arguments: list[str]) -> int:
         raise UserError(f"{source} is not a run's folder")
     at, cooldown = _whole("at", given.get("at")), _whole("cooldown", given.get("cooldown")) or 0
     step = at if at is not None else step_of(find_checkpoint(Path(source)))
-    folder = given.get("run", f"{source.rstrip('/')}-{'cooldown' if cooldown else 'branch'}-{step}")
+    beside = source.rstrip("/") if Path(source).name not in ("", "..") else os.path.abspath(source)
+    folder = given.get("run", f"{beside}-{'cooldown' if cooldown else 'branch'}-{step}")
     aside = _aside(given)
     base = settings.merged(old, {"optimizer": aside}, source="the command line")
     new = _parse(Config, "branch", rest, default=dataclasses.replace(base, run=folder), about=branch.__doc__)

@@ -64,7 +64,7 @@ class Probe:
     def read(self) -> dict[str, Any]:
         """One number each; a single read from the device. In detail "layers" has the numbers of each, by its name."""
         optimizer, detail = self.optimizer, _detailed.get()
-        device = optimizer.param_groups[0]["params"][0].device
+        device = next(p.device for group in optimizer.param_groups for p in group["params"])
         columns = self._columns(device, detail)
         # A row a place, and how many processes hold it: where each owns some, the others' are added.
         table = torch.zeros(len(self.places), len(columns) + 1, dtype=torch.float64, device=device)

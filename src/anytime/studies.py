@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ class Where:
         """As arguments of paper, frontier and robust."""
         from .experiments.progress import showing
 
+        if not 0 <= self.minutes < math.inf:
+            raise UserError(f"minutes is {self.minutes:g}, must be 0 (no limit) or more")
         return {
             "out": Path(self.out) if self.out else None, "work": Path(self.work) if self.work else None,
             "jobs": self.jobs, "device": self.device, "seconds": 60 * self.minutes or None,

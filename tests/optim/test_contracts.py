@@ -1202,3 +1202,102 @@ def test_memory_of_a_matrix(name: str, elements: Callable[[int, int], int]) -> N
     optimizer.eval()
     optimizer.train()
     assert p.numel() + sum(t.numel() for t in optimizer.state[p].values()) == elements(m, n)
+
+
+# ------------------------------------------------------------------------- copies of groups
+
+
+def test_a_copied_group_is_routed_anew() -> None:
+    p, q, b = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(4))
+    optimizer = anytime.SFNorMuon([p], lr=0.1)
+    copied = optimizer.param_groups[0]
+    optimizer.add_param_group({**copied, "params": [q], "lr": 0.2})
+    with pytest.raises(ValueError, match="has no option 'row_norm'"):
+        optimizer.add_param_group({**copied, "params": [b]})
+    with pytest.raises(ValueError, match="lr is -1"):
+        optimizer.add_param_group({**copied, "params": [b], "lr": -1})
+    assert [(g["rule"], g["lr"], g["order"]) for g in optimizer.param_groups] == [
+        ("normuon", 0.1, [0]),
+        ("normuon", 0.2, [1]),
+    ]
+    train([p, q], optimizer, range(3))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_the_groups_of_an_optimizer_make_another() -> None:
+    p, b = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(4))
+    one = anytime.SFNorMuon([p, b], lr=0.1, adam_lr=0.2, momentum=0.7)
+    two = anytime.SFNorMuon(one.param_groups)
+    for g, h in zip(one.param_groups, two.param_groups, strict=True):
+        assert {k: v for k, v in g.items() if k not in ("params", "order")} == {
+            k: v for k, v in h.items() if k not in ("params", "order")
+        }
+    assert anytime.SFAdamW(anytime.SFAdamW([p, b]).param_groups).param_groups[0]["params"] == [p, b]
+
+
+def test_patterns_with_rates_or_polar_factors_that_only_print_alike() -> None:
+    class Half(nn.Module):
+        def __init__(self, sign: float) -> None:
+            super().__init__()
+            self.sign = sign
+
+        def forward(self, matrix: Tensor) -> Tensor:
+            return self.sign * matrix
+
+    named = [("a", nn.Parameter(torch.randn(3, 3))), ("b", nn.Parameter(torch.randn(3, 3)))]
+    rates = {"a": {"lr": torch.tensor(1e-5)}, "b": {"lr": torch.tensor(1.00004e-5)}}
+    assert len(anytime.SFNorMuon(named, rules=rates).param_groups) == 2
+    factors = {"a": {"polar": Half(1)}, "b": {"polar": Half(-1)}}
+    assert len(anytime.SFNorMuon(named, rules=factors).param_groups) == 2
+    alike = {"a": {"lr": torch.tensor(1e-5)}, "b": {"lr": torch.tensor(1e-5)}}
+    assert len(anytime.SFNorMuon(named, rules=alike).param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "said"),
+    [
+        (lambda m: anytime.SFNorMuon(m, recipe=["anytime"]), ValueError, "must be one of 'paper', 'anytime'"),
+        (lambda m: anytime.SFNorMuon(m, rules="matrix"), TypeError, "rules is 'matrix'; it must be a dict"),
+        (lambda m: anytime.SFNorMuon(m).add_param_group(nn.Linear(2, 2)), TypeError, "a parameter group is a dict"),
+        (lambda m: anytime.SFNorMuon(m, lr=torch.tensor(math.inf)), ValueError, "lr is tensor"),
+        (lambda m: anytime.SFMuon(m, beta=1.0, beta_growth=0.4), ValueError, "beta is 1 and beta_growth 0.4"),
+        (lambda m: anytime.SFMuon(m, momentum_dtype=torch.float16), ValueError, "momentum_dtype is torch.float16"),
+    ],
+)
+def test_mistakes_of_kind_are_told(build: Callable[[nn.Module], Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        build(network())
+
+
+def test_a_default_device_changes_nothing() -> None:
+    model = network()
+    optimizer = anytime.SFNorMuon(model, polar="low-rank")
+    feed(model.parameters(), 0)
+    plus = anytime.SFPlus(network())
+    feed([p for g in plus.param_groups for p in g["params"]], 0)
+    with torch.device("meta"):
+        optimizer.step()
+        plus.step(lambda: 1.0)
+        assert not any(v.is_meta for s in optimizer.state_dict()["state"].values() for v in s.values())
+    assert all_finite(optimizer)
+
+
+def test_iterates_are_what_the_model_holds_after_it_was_widened() -> None:
+    model = network(torch.bfloat16)
+    optimizer = anytime.SFAdamW(model, lr=0.01, warmup_steps=0)
+    train([*model.parameters()], optimizer, range(3))
+    model.float()
+    for p in model.parameters():
+        assert torch.equal(optimizer.iterates(p).y, p)
+    model.bfloat16()
+    for p in model.parameters():
+        assert {part.dtype for part in optimizer.iterates(p)} == {torch.float32}
+
+
+def test_steps_that_were_skipped_elsewhere_are_counted_on() -> None:
+    optimizer = anytime.SFAdamW(network())
+    optimizer._counter(torch.device("cpu")).add_(3)
+    assert optimizer._counter(torch.device("meta")).is_meta
+    del optimizer._skipped[torch.device("meta")]
+    optimizer._counter(torch.device("cpu", 0)).add_(1)
+    assert optimizer.skipped_steps == 4

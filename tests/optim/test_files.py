@@ -6,9 +6,11 @@ import copy
 import io
 import itertools
 import math
+import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -844,3 +846,66 @@ def test_a_distributed_checkpoint_on_disk(options: str, mode: str, tmp_path: Any
     getattr(other, mode)()
     load()
     assert everything(list(fresh.named_parameters()), other) == everything(list(model.named_parameters()), optimizer)
+
+
+def test_a_layer_unfrozen_just_before_it_was_saved_goes_on(tmp_path: Any) -> None:
+    """Its state is there from then on, as that of a new optimizer: tools that load into what is there find a place."""
+
+    def new() -> tuple[nn.Module, anytime.SFNorMuon]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[0].requires_grad_(False)
+        return model, anytime.SFNorMuon(model)
+
+    model, optimizer = new()
+    train([*model[1].named_parameters()], optimizer, range(2))
+    model.requires_grad_(True)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(saved, checkpoint_id=tmp_path / "checkpoint")
+    other, goes_on = new()
+    other.requires_grad_(True)
+    found = {"model": other.state_dict(), "optimizer": goes_on.state_dict()}
+    dcp.load(found, checkpoint_id=tmp_path / "checkpoint")
+    other.load_state_dict(found["model"])
+    goes_on.load_state_dict(found["optimizer"])
+    for m, o in ((model, optimizer), (other, goes_on)):
+        train([*m.named_parameters()], o, range(2, 6))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("where", ["group", "constructor"])
+def test_numbers_of_numpy_load_without_code(where: str) -> None:
+    named = parameters([(4, 3), (5,)], torch.float32)
+    betas = (np.float64(0.9), np.float64(0.95)) if where == "constructor" else (0.9, 0.95)
+    optimizer = make("SFNorMuon", named, betas=betas)
+    optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    train(named, optimizer, range(2))
+    group = to_file(optimizer, named)["optimizer"]["param_groups"][0]
+    assert (type(group["lr"]), group["lr"], group["betas"]) == (float, 0.25, [0.9, 0.95])
+
+
+def test_a_group_that_is_gone_leaves_no_gap_without_names() -> None:
+    a, b, c = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+    optimizer = anytime.SFAdamW([{"params": [a]}, {"params": [b]}])
+    del optimizer.param_groups[1]
+    optimizer.add_param_group({"params": [c]})
+    train([("a", a), ("c", c)], optimizer, range(2))
+    other = anytime.SFAdamW([{"params": [a]}, {"params": [c]}])
+    other.load_state_dict(optimizer.state_dict())
+    for p in (a, c):
+        assert torch.equal(other.state[p]["d"], optimizer.state[p]["d"])
+
+
+def test_copies_look_at_their_weights_too() -> None:
+    """torch's tools load an optimizer before its weights; what is copied in between has not been looked at yet."""
+    named = parameters([(4, 3)], torch.float32)
+    model = nn.ParameterDict(named)
+    optimizer = make("SFNorMuon", model)
+    train([*model.named_parameters()], optimizer, range(2))
+    saved = get_optimizer_state_dict(model, optimizer)
+    other = nn.ParameterDict(parameters([(4, 3)], torch.float32, seed=1))
+    loaded = make("SFNorMuon", other)
+    set_optimizer_state_dict(other, loaded, saved)
+    for _, copied in (copy.deepcopy((other, loaded)), pickle.loads(pickle.dumps((other, loaded)))):
+        with pytest.raises(ValueError, match="are not those the state was saved with"):
+            copied.step()

@@ -216,7 +216,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "first moment, bias none": ("AdamW", {"lr": 0.05, "bias_correction": None}),
     "polar-express": ("SFNorMuon", {**SF, "polar": "polar-express"}),
     "quintic": ("SFMuon", {**SF, "polar": "quintic"}),
-    "narrow momentum": ("NorMuon", {"lr": 0.05, "momentum_dtype": F16}),
+    "narrow momentum": ("NorMuon", {"lr": 0.05, "momentum_dtype": BF16}),
     "a rate that is a tensor": ("SFNorMuon", {**SF, "lr": torch.tensor(0.05)}),
     "a rate of one entry": ("SFNorMuon", {**SF, "lr": torch.tensor([0.05])}),
 }
@@ -336,12 +336,11 @@ def test_options_that_kernels_do_not_take_go_the_slow_way(monkeypatch):
 
 
 @pytest.mark.usefixtures("quick_products")
-@pytest.mark.parametrize("dtype", [F64, torch.float8_e4m3fn], ids=str)
-def test_a_momentum_that_kernels_do_not_read_goes_the_slow_way(dtype):
+def test_a_momentum_that_kernels_do_not_read_goes_the_slow_way():
     pair = []
     for kernels in (True, False):
         params = weights([(5, 7), (6,)])
-        optimizer = build("SFNorMuon", {**SF, "momentum_dtype": dtype}, params)
+        optimizer = build("SFNorMuon", {**SF, "momentum_dtype": F64}, params)
         for t in range(2):
             feed(params, t)
             step(optimizer, kernels)

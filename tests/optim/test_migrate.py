@@ -198,3 +198,19 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes():
     with pytest.raises(ValueError, match="no state of a torch optimizer"):
         anytime.start_from(optimizer, model.state_dict())
     assert all(not value.any() for state in optimizer.state.values() for value in state.values())
+
+
+@pytest.mark.parametrize("polyak_beta", [0.0, 0.9, 0.99])
+def test_the_running_norm_of_schedulefree_plus_begins_where_it_would_stand(polyak_beta):
+    """Gradients of one size throughout: the first rate is F / ‖g‖ as it was for AdamW's gradients."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.zeros(40, 50))
+    theirs = torch.optim.AdamW([p], lr=1e-9, betas=(0.9, 0.9))
+    for _ in range(60):
+        p.grad = torch.randn(40, 50)
+        theirs.step()
+    ours = anytime.SFPlus([p], polyak_beta=polyak_beta)
+    anytime.start_from(ours, theirs.state_dict())
+    p.grad = torch.randn(40, 50)
+    ours.step(lambda: 3.0)
+    assert float(ours.state[p]["polyak"]) == pytest.approx(3 / 2000, rel=0.05)

@@ -69,7 +69,7 @@ def test_defaults_are_the_classes_own():
 def test_options_arrive_in_the_groups():
     optimizer = built(
         lr=0.01, betas=(0.5, 0.6), momentum=0.7, eps=1e-6, weight_decay=0.3, decay_at="y", row_norm=False,
-        cautious=True, nesterov=True, polar="quintic", polar_dtype="bfloat16", momentum_dtype="float16",
+        cautious=True, nesterov=True, polar="quintic", polar_dtype="bfloat16", momentum_dtype="bfloat16",
         momentum_growth=0.3, momentum_growth_start=8,
         scaling="aspect", update_rms=0.1, averaging_power=2.0, averaging_warmup=5, beta_growth=0.4, beta_growth_start=9,
         decay_fading=11, adam_lr=0.02, adam_weight_decay=0.04, adam_betas=(0.1, 0.2), adam_eps=1e-5, adam_decay_at="z",
@@ -81,7 +81,7 @@ def test_options_arrive_in_the_groups():
     wanted = {
         "lr": 0.01, "betas": (0.5, 0.6), "momentum": 0.7, "eps": 1e-6, "weight_decay": 0.3, "decay_at": "y",
         "row_norm": False, "nesterov": True, "polar": "quintic", "polar_dtype": torch.bfloat16,
-        "momentum_dtype": torch.float16, "scaling": "aspect", "update_rms": 0.1, "cautious": True,
+        "momentum_dtype": torch.bfloat16, "scaling": "aspect", "update_rms": 0.1, "cautious": True,
         "momentum_growth": 0.3, "momentum_growth_start": 8, **shared,
     }  # fmt: skip
     assert {k: matrix[k] for k in wanted} == wanted

@@ -767,6 +767,8 @@ def test_threads_are_those_asked_for(bench):
 def test_a_device_that_is_not_here():
     with pytest.raises(UserError, match=r"device is 'gpu', which is not here: "):
         choose_device("gpu")
+    with pytest.raises(UserError, match="device is 'hpu', which is not here"):
+        choose_device("hpu")
     assert choose_device("cpu").type == "cpu"
 
 

@@ -464,6 +464,18 @@ def next_logits(model: GPT) -> torch.Tensor:
     return model(some_tokens(1, 3) % 11)[0, -1]
 
 
+def test_a_tiny_temperature_takes_the_likeliest_too(small):
+    tokens = torch.zeros(3, 4, dtype=torch.long)
+    drawn = small.generate(tokens, 5, temperature=1e-40)
+    assert torch.equal(drawn, small.generate(tokens, 5, temperature=0))
+
+
+@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf])
+def test_temperatures_that_are_none(small, temperature):
+    with pytest.raises(UserError, match="temperature is"):
+        small.generate(torch.zeros(1, 4, dtype=torch.long), 1, temperature=temperature)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_draws_follow_the_tempered_distribution(small, temperature):
     tokens = (some_tokens(1, 3) % 11).repeat(4000, 1)

@@ -264,7 +264,8 @@ def low_rank_polar(M: Tensor, rank: int, iterations: int = 2) -> Tensor:
     if m > n:
         return low_rank_polar(M.mT, rank, iterations).mT
     X = unit_norm(M)
-    start = torch.randn(n, min(rank, m), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    start = torch.randn(n, min(rank, m), generator=generator, dtype=torch.float64, device="cpu")
     V = start.to(X)
     for _ in range(iterations):
         U, _ = torch.linalg.qr(X @ V)

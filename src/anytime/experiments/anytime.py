@@ -26,7 +26,7 @@ from typing import Any
 
 from ..train.config import PRESETS, nearest
 from ..train.errors import UserError
-from ..train.files import write_atomically
+from ..train.files import make_folder, write_atomically
 from ..train.model import ModelConfig
 from ..train.runs import origin
 from .recipes import Rows
@@ -422,7 +422,7 @@ def freeze(path: Path, study: Study, choices: Mapping[str, Choice]) -> dict[str,
             held[name] = {"tried": choices[name].tried, "rate": study.rate, "points": said, **origin()}
             if "recipe" in METHODS[name].options:
                 held[name]["optimizer"] = _optimizer(study, METHODS[name], choices[name])
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_atomically(path, json.dumps(held, indent=1).encode())
     return frozen(path, study) if held else {}
 

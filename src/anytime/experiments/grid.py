@@ -32,6 +32,7 @@ from ..train.config import DataConfig, read_toml
 from ..train.data import PYTHON, open_data, write_python
 from ..train.device import choose_device
 from ..train.errors import UserError
+from ..train.files import make_folder
 from ..train.runs import read_lines
 from .run import Machine, Row, Run, execute
 
@@ -215,7 +216,7 @@ class Grid:
 
     def _add(self, row: Row) -> None:
         self.rows[row["key"]] = row
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         with self.path.open("a+b") as file:
             file.seek(max(0, file.tell() - 1))
             torn = file.read() not in (b"", b"\n")

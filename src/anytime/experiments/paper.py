@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from ..train.errors import UserError
-from ..train.files import write_atomically
+from ..train.files import make_folder, write_atomically
 from . import draw
 from .grid import Grid, Show, longest_first
 from .items import Item, items_of
@@ -101,7 +101,7 @@ def named(runs: Sequence[Run], few: int = 3) -> str:
 
 def redraw(items: Sequence[Item], found: Found, out: Path, say: Say = lambda text: None) -> Path:
     """Every item from the rows that are there, and a page with all that were ever drawn in this folder."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     scale = found.recipes.scale
     for item in items:
         try:

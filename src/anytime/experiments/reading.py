@@ -17,6 +17,7 @@ from ..train.checkpoint import checkpoints_in
 from ..train.config import merged
 from ..train.data import PYTHON
 from ..train.errors import UserError
+from ..train.files import make_folder
 from ..train.prepare import prepare, read_meta
 from ..train.shards import Split, Tokens, write_shard
 from ..train.tokenizer import BytesTokenizer
@@ -120,7 +121,7 @@ def write_texts(runs: Sequence[Read], text: str, grid: Grid) -> dict[str, Tokens
 
 def write_words(python: Path, folder: Path) -> None:
     """What stands between triple quotes in the lines of Python's own library, held out where its file is."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     splits: tuple[Split, ...] = ("train", "val")
     for split in splits:
         tokens = Tokens.open(str(python), split)

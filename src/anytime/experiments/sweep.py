@@ -30,7 +30,7 @@ import torch
 from ..train.build import build_optimizer, settled, warmup
 from ..train.config import Config, merged, preset, read_toml, to_toml
 from ..train.errors import UserError
-from ..train.files import write_atomically
+from ..train.files import make_folder, write_atomically
 from ..train.loop import train
 from ..train.model import GPT
 from .grid import deaf, stoppable
@@ -126,7 +126,7 @@ def sweep(
     optuna = needs_optuna()
     if jobs < 1 or trials < 1:
         raise UserError(f"jobs is {jobs} and trials {trials}, both must be at least 1")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     study = open_study(out, seed)
     same_space(study, space, out)
     study.sampler = sampler(seed + len(study.trials))  # or the first ones would be drawn again

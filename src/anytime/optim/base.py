@@ -245,7 +245,8 @@ class AnytimeOptimizer(Modes):
     def _counter(self, device: torch.device) -> Tensor:
         """Of skipped steps, on a device; it stays the same tensor, for kernels and graphs have its address."""
         if device not in self._skipped:
-            self._skipped[device] = torch.zeros((), dtype=averaging.scalar_dtype(device), device=device)
+            so_far = self.skipped_steps if self._skipped else 0  # of devices where parameters were before
+            self._skipped[device] = torch.full((), so_far, dtype=averaging.scalar_dtype(device), device=device)
         return self._skipped[device]
 
     def _engine(self, work: fused.Work) -> Engine:
@@ -346,7 +347,7 @@ def as_loss(loss: Any, owner: str) -> Tensor:
             f"{owner}.step() needs the loss: call optimizer.step(lambda: loss) after loss.backward(), or step(closure) "
             "with a closure that returns it"
         )
-    value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+    value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device="cpu")
     if value.numel() != 1:
         raise RuntimeError(f"{owner}.step() needs the loss as one number, not of shape {tuple(value.shape)}")
     return value.reshape(())

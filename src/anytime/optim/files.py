@@ -18,10 +18,9 @@ from torch import Tensor
 from ..core.layout import Layout
 from ..distributed.parts import Box, Spread, fill_, is_sharded, local, zeros
 from .groups import Place, places, unique_names
-from .options import CHECKS, LATER, from_plain, to_plain, validate
+from .options import ABOUT, CHECKS, LATER, from_plain, to_plain, validate
 
 FORMAT = 1
-ABOUT = ("algorithm", "format", "sequence", "skipped_steps")
 _PLACES = ("params", "param_names", "layouts", "order", "held")
 _CHUNK = 1 << 22
 
@@ -59,11 +58,14 @@ class Resumable(torch.optim.Optimizer):
     """Abstract: an optimizer whose state dict describes itself. What it asks of the class below, and what it gives."""
 
     averages: bool
-    _expected: dict[Tensor, tuple[_Pair, str]]
+    _expected: dict[Tensor, tuple[_Pair, str]] = {}  # noqa: RUF012  exchanged whole, never written to
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_expected": self._expected}
 
     def look_at_weights(self) -> None:
         """An error if weights that were to come after the state are not the ones it was saved with."""
-        if not getattr(self, "_expected", None):
+        if not self._expected:
             return
         prints = self.fingerprints(list(self._expected))
         for (pair, sequence), found in zip(self._expected.values(), prints, strict=True):
@@ -123,7 +125,7 @@ class Resumable(torch.optim.Optimizer):
         }
         prints = self.fingerprints([everywhere[index].param for index in held])
         states = {
-            index: {**state, "fingerprint": stated, "order": torch.tensor(everywhere[index].order)}
+            index: {**state, "fingerprint": stated, "order": torch.tensor(everywhere[index].order, device="cpu")}
             for (index, state), stated in zip(held.items(), prints, strict=True)
         }
         about = self.about()
@@ -233,6 +235,7 @@ def _pair_up(optimizer: Resumable, state_dict: Mapping[str, Any]) -> list[_Pair]
     ]
     names, saved_names = unique_names(optimizer.param_groups), unique_names(saved_groups)
     keys: Sequence[Any]
+    saved_keys: Sequence[Any]
     if names is not None and saved_names is not None:
         keys, saved_keys = names, saved_names
         if set(keys) != set(saved_keys):
@@ -243,10 +246,15 @@ def _pair_up(optimizer: Resumable, state_dict: Mapping[str, Any]) -> list[_Pair]
     else:
         if len(here) != len(saved):
             raise ValueError(f"the state is of {len(saved)} parameters, this optimizer has {len(here)}")
-        keys = [place.order for place in here]
-        saved_keys = [i for group in saved_groups for i in group["order"]]
+        keys = _ranks([place.order for place in here])  # numbers of groups that are gone are missing
+        saved_keys = _ranks([i for group in saved_groups for i in group["order"]])
     found = dict(zip(saved_keys, saved, strict=True))
     return [_Pair(place, label, found[key]) for place, label, key in zip(here, labels, keys, strict=True)]
+
+
+def _ranks(order: Sequence[int]) -> list[int]:
+    rank = {number: i for i, number in enumerate(sorted(order))}
+    return [rank[number] for number in order]
 
 
 def _checked(optimizer: Resumable, pair: _Pair, options: Mapping[str, Any], sequence: str) -> dict[str, Tensor] | None:

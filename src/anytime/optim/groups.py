@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import routing
 from ..core.layout import Layout
-from .options import FOREIGN, plain_number, validate, validate_together
+from .options import ABOUT, FOREIGN, plain_number, validate, validate_together
 
 Group = dict[str, Any]
 Options = Mapping[str, Any]
@@ -20,6 +20,10 @@ _SHARED = {"lr", "rate", "weight_decay", "warmup_steps"}
 _SHARED |= {"averaging_power", "averaging_warmup", "beta_growth", "beta_growth_start", "decay_fading"}
 _SHARED |= {"rate_fall", "rate_fall_start"}
 _ROUTING = ("rule", "split", "pattern")
+
+
+#: What a group has beside its options.
+_OF_A_GROUP = ("rule", "layouts", "order", "param_names", *ABOUT)
 
 
 class Place(NamedTuple):
@@ -40,6 +44,13 @@ def unique_names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
     """The parameters' names, or None if not all have one of their own."""
     names = [name for group in groups for name in group.get("param_names", ())]
     return names if len(set(names)) == sum(len(group["params"]) for group in groups) else None
+
+
+def _comparable(value: Any) -> Any:
+    """The same for values that mean the same, another for others."""
+    if isinstance(value, Tensor):
+        return float(value), str(value.dtype), str(value.device)
+    return id(value) if callable(value) else value
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,7 @@ class Router:
         self, collected: Sequence[tuple[list[routing.Given], Group]], *, offset: int = 0, complete: bool = True
     ) -> tuple[list[Group], list[routing.Entry]]:
         """(groups, plan entries in the order given) of the user's groups; `offset` parameters came before."""
+        collected = [(members, self._asked(options)) for members, options in collected]
         everything = [given for members, _ in collected for given in members]
         matched = iter(routing.match(everything, self.rules, unmatched=self.unmatched, complete=complete))
         heads = routing.heads(everything)
@@ -100,7 +112,8 @@ class Router:
                     **self._own(own, entry.matrix, own.get("pattern") in patterns_of_matrices),
                 }
                 group = self._group(entry.matrix, values)
-                group = made.setdefault(repr(sorted(group.items())), group)
+                alike = repr(sorted((key, _comparable(value)) for key, value in group.items()))
+                group = made.setdefault(alike, group)
                 group["params"].append(given.param if given.name is None else (given.name, given.param))
                 group["layouts"].append(str(entry.layout))
                 group["order"].append(offset + len(entries))
@@ -114,11 +127,19 @@ class Router:
     def _group(self, matrix: bool, values: Options) -> Group:
         ruled = self.matrix if matrix and self.matrix else self.rest
         group = {"params": [], "rule": ruled.rule, **ruled.options, **values, "layouts": [], "order": []}
-        group = {key: plain_number(value) for key, value in group.items()}
+        group = {**{key: plain_number(value) for key, value in group.items()}, "routed": True}
         if isinstance(group["lr"], Tensor):
-            group["lr"] = group["lr"].clone()  # a scheduler multiplies each group's in place
+            group["lr"] = group["lr"].clone().reshape(())  # a scheduler multiplies each group's in place
         validate_together(group, self.owner)
         return group
+
+    def _asked(self, options: Group) -> Group:
+        """The options alone of what may be a copy of some optimizer's group."""
+        if "layouts" not in options:
+            return options
+        asked = {key: value for key, value in options.items() if key not in _OF_A_GROUP}
+        of_the_rest = self.matrix is not None and options.get("rule") == self.rest.rule
+        return {**asked, "rule": "rest"} if of_the_rest else asked
 
     def _own(self, given: Options, matrix: bool, has_matrix: bool) -> Group:
         """The options that a user's group or pattern sets for one parameter of it.

@@ -27,9 +27,10 @@ from ..core import averaging
 from ..core.layout import Layout
 from ..distributed.parts import zeros
 from ..distributed.team import Team, refuse_flat
-from .files import ABOUT, Resumable, fingerprint
+from .files import Resumable, fingerprint
 from .groups import Group, Place, Router, Ruled, places
 from .moves import compute_dtype
+from .options import ABOUT
 from .rules import ELEMENTWISE, RULES
 
 State = dict[str, Tensor]
@@ -48,6 +49,8 @@ class Members(Resumable):
         owners: str | None,
         process_group: Any,
     ) -> None:
+        if not isinstance(rules or {}, Mapping):
+            raise TypeError(f"rules is {rules!r}; it must be a dict from patterns to 'matrix', 'rest' or options")
         self.plan = routing.Plan()
         self._router = Router(type(self).__name__, matrix, rest, dict(rules or {}), unmatched)
         self._team = Team(owners, process_group)
@@ -74,7 +77,9 @@ class Members(Resumable):
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds parameters, routed as the constructor's are: matrices and others become a group each."""
-        if "layouts" in param_group:  # resolved
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a parameter group is a dict with the key 'params', not {type(param_group).__name__}")
+        if param_group.pop("routed", False):
             own = {"param_names", *param_group}
             super().add_param_group(param_group)
             for key in [key for key in param_group if key not in own]:
@@ -229,5 +234,7 @@ class Members(Resumable):
 
     def fit_state(self, *, replaced: bool = False) -> None:
         self._follow(replaced=replaced)
-        for _ in self._each():
-            pass
+        for group in self.param_groups:
+            for place in places(group):
+                if self.state.get(place.param) or (place.param.requires_grad and self._team.holds(place.param)):
+                    self._ensure_state(place)

@@ -28,9 +28,10 @@ def start_from(
     """Fills a new optimizer with what a foreign state has of use, once the model holds the weights saved with it.
 
     AdamW, Adam: the first moment becomes M where a rule has one, the second the v of (SF-)AdamW, the step count t; the
-    average starts anew at the weights. Muon: the momentum buffer becomes M; it counts no steps, so warmup starts again
-    unless `step` says how many there were. schedulefree: z, Σw, t and the second moment; training goes on where it was,
-    whichever mode the weights were saved in (for its AdamWScheduleFree choose bias_correction="moment").
+    average starts anew at the weights. The running mean of ‖g‖ that SFPlus keeps begins at Σ √v, as if all were noise.
+    Muon: the momentum buffer becomes M; it counts no steps, so warmup starts again unless `step` says how many there
+    were. schedulefree: z, Σw, t and the second moment; training goes on where it was, whichever mode the weights were
+    saved in (for its AdamWScheduleFree choose bias_correction="moment").
 
     Parameters are matched by name where both sides have names, else in the order in which they were given; `params` are
     the foreign optimizer's in its order, where it had only some of them. Options stay this optimizer's.
@@ -64,6 +65,10 @@ def start_from(
         convert(local(p), {key: local(value) for key, value in own.items()}, here, group)
         if step is not None:
             own["step"].fill_(step)
+        if "norm" in own and "exp_avg_sq" in state:
+            seen = state["step"] if "step" in state else group["k"]
+            sizes = (state["exp_avg_sq"] / (1 - group["betas"][1] ** seen)).sqrt()
+            _put(own, "norm", sizes.sum() * (1 - optimizer._place(p).group["polyak_beta"] ** own["step"]))
 
 
 def _match(

@@ -47,6 +47,8 @@ class Modes(Members):
             if not self._team.holds(p):
                 self.ensure_state(p)
             return Iterates(*(p.detach().to(compute_dtype(p), copy=True) for _ in range(3)))
+        if self._fitted.get(p) != (p.device, p.dtype):
+            state = self.ensure_state(p)
         y, d, beta = self._local_y(state.get("y", p), state).clone(), local(state.get("d", p)), state.get("beta")
         if beta is None:
             return Iterates(*(part_like(part, p) for part in (y.clone(), y, y.clone())))

@@ -41,7 +41,9 @@ def _pair(check: Check) -> Check:
 
 def _rate(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1 and value.is_floating_point() and (value.device.type != "cpu" or bool(value >= 0))
+        if value.numel() != 1 or not value.is_floating_point():
+            return False
+        return value.device.type != "cpu" or bool((value >= 0) & value.isfinite())
     return _real(value) and value >= 0
 
 
@@ -67,7 +69,10 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "row_norm": (_one_of(True, False), "True or False"),
     "polar": (lambda v: callable(v) or v in METHODS, f"one of {', '.join(map(repr, METHODS))} or a callable"),
     "polar_dtype": (_dtype, "a floating-point torch.dtype or None"),
-    "momentum_dtype": (_dtype, "a floating-point torch.dtype or None"),
+    "momentum_dtype": (
+        _one_of(torch.float32, torch.bfloat16, torch.float64, None),  # others have too short a range
+        "torch.float32, torch.bfloat16, torch.float64 or None",
+    ),
     "scaling": (_one_of("rms", "max-side", "aspect", None), "'rms', 'max-side', 'aspect' or None"),
     "update_rms": (lambda v: _real(v) and v > 0, "in (0, ∞)"),
     "averaging_power": (_between(0, math.inf), "in [0, ∞)"),
@@ -91,6 +96,8 @@ WHOLE: dict[str, tuple[Check, str]] = {
     "owners": (_one_of(None, *MODES), f"None, {', '.join(map(repr, MODES))}"),
     "chunk_bytes": (lambda v: v is None or _whole(1)(v), "a whole number in [1, ∞) or None"),
 }
+#: What a state's groups say of the optimizer as a whole.
+ABOUT = ("algorithm", "format", "sequence", "skipped_steps")
 #: What an option is in files from before there was such a one.
 LATER: dict[str, Any] = {"decay_fading": 0, "cautious": False, "momentum_growth": 0.0, "rate_fall": 0.0}
 #: Keys of a group that others than the optimizer write there; kept, not checked.
@@ -142,7 +149,7 @@ def to_plain(key: str, value: Any) -> Any:
         return str(value).removeprefix("torch.")
     if key == "polar" and callable(value):
         return f"callable {getattr(value, '__qualname__', type(value).__name__)}"
-    return list(value) if isinstance(value, tuple | list) else value
+    return [plain_number(v) for v in value] if isinstance(value, tuple | list) else plain_number(value)
 
 
 def from_plain(key: str, value: Any, current: Any) -> Any:

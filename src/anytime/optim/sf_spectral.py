@@ -28,6 +28,10 @@ class ScheduleFreeSpectral(AnytimeOptimizer):
         matrix = {"rate": 1.0, **options, **average, **spectral}
         validate(matrix, matrix, type(self).__name__)
         beta = options["betas"][0] if "betas" in options else options["beta"]
+        if beta == 1 and average["beta_growth"]:
+            raise ValueError(
+                f"{type(self).__name__}: beta is 1 and beta_growth {average['beta_growth']}; it cannot grow from there"
+            )
         rest = keywords.the_rest(adam, options) | average
         if rest["betas"] is None:
             rest["betas"] = (beta if average["beta_growth"] else 0.95, 0.99)
@@ -44,10 +48,10 @@ def anytime_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
 
     With S = max(warmup_steps, 100), after step S: β_t = 1 − 0.6 ((S − 1)/(t − 1))^0.4, and the momentum, Nesterov's,
     μ_t = 1 − 0.2 ((S − 1)/(t − 1))^0.3. The rate falls as t^−0.3: where noise agrees with itself for longer, it moves Z
-    further, by η²/(1 − μ) a step. Weights are η_t² t³. The decay is η λ_t = a / (S + t): what was learnt at step s counts
-    (s / t)^a at step t. Where lr ≥ 4 / S, a is 2; below, λ is ½ and a = lr S / 2, for low rates are for weights that
-    are good already, as in fine-tuning, which must not fade. A rate changed later, or of a group, changes the decay. What is no hidden matrix does not decay, and its rate
-    is 0.03 at most: beyond, the embedding is what suffers.
+    further, by η²/(1 − μ) a step. Weights are η_t² t³. The decay is η λ_t = a / (S + t): what was learnt at step s
+    counts (s / t)^a at step t. Where lr ≥ 4 / S, a is 2; below, λ is ½ and a = lr S / 2, for low rates are for weights
+    that are good already, as in fine-tuning, which must not fade. A rate changed later, or of a group, changes the
+    decay. What is no hidden matrix does not decay, and its rate is 0.03 at most: beyond, the embedding is what suffers.
     """
     start = max(warmup_steps, 100)
     return {
@@ -134,7 +138,7 @@ class SFNorMuon(ScheduleFreeSpectral):
         recipe: str = "paper",
         **more: Unpack[keywords.SFNorMuon],
     ) -> None:
-        if recipe not in RECIPES:
+        if not isinstance(recipe, str) or recipe not in RECIPES:
             raise ValueError(f"SFNorMuon: recipe is {recipe!r}; it must be one of {', '.join(map(repr, RECIPES))}")
         lr = RECIPES[recipe].lr if lr is None else lr
         warmup_steps = RECIPES[recipe].warmup_steps if warmup_steps is None else warmup_steps

@@ -273,7 +273,7 @@ def write_regions(path: Path, regions: Sequence[Region]) -> Index:
     tensors: dict[str, Tensor] = {}
     seen = set()
     for key, region in zip(_keys(regions), regions, strict=True):
-        tensor = region.tensor.detach().cpu().contiguous()
+        tensor = region.tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         storage = tensor.untyped_storage().data_ptr()
         tensors[key] = tensor.clone() if storage in seen else tensor  # the library refuses memory that is shared
         seen.add(storage)

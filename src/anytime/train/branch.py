@@ -27,7 +27,7 @@ from .checkpoint import (
     weights,
     write_checkpoint,
 )  # fmt: skip
-from .config import Config, Cooldown, flat, merged, plain, to_toml
+from .config import Config, Cooldown, Until, flat, merged, plain, to_toml
 from .data import absolute, check_tokenizer, check_vocabulary, open_data, tokenizer_in
 from .errors import UserError
 from .files import write_atomically
@@ -88,6 +88,10 @@ def branch(
     last = Rates(config).last_step
     if last is not None and step >= last:
         raise UserError(f"the rate is zero from step {last} on, and {found} is at {step}: name an earlier step by --at")
+    until = Until.parse(config.until)
+    reached = {"steps": step, "tokens": state["tokens"]}.get(until.kind or "", -1)
+    if until.value <= reached:
+        raise UserError(f"until is {config.until!r}, but {found} is at step {step:,} already")
     data = open_data(config.data, source / "data")  # found wanting now, not once the folder is there
     check_vocabulary(data.tokenizer, config.model.vocabulary)
     check_tokenizer(data.tokenizer, tokenizer_in(found))

@@ -464,6 +464,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not TOML: {wrong}") from None
 
 
+def as_begun(config: Config, began: Config) -> Config:
+    """The settings, but what a run is as another has it."""
+    whole = {name: getattr(began, name) for name in FIXED if "." not in name}
+    data = dataclasses.replace(config.data, documents=began.data.documents)
+    return dataclasses.replace(config, data=data, **whole)
+
+
 def changed(old: Config, new: Config) -> list[str]:
     """Settings that make another run of it, as 'model.width: 64 was 32'."""
     before, after = flat(plain(old)), flat(plain(new))

@@ -22,7 +22,7 @@ def choose_device(name: str) -> torch.device:
         if device.type == "meta":
             raise RuntimeError("it computes nothing")
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as wrong:
+    except (RuntimeError, AssertionError, ImportError) as wrong:
         raise UserError(f"device is {name!r}, which is not here: {str(wrong).splitlines()[0]}") from None
     return device
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import BinaryIO
 
+from .errors import UserError
+
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes a small file; it appears complete or not at all."""
@@ -17,6 +19,14 @@ def write_atomically(path: Path, data: bytes) -> None:
             publish(file, beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """A folder for results, its parents too, unless it is there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as wrong:
+        raise UserError(f"cannot make the folder {path}: {wrong.strerror or wrong}") from None
 
 
 def temporary(path: Path) -> Path:

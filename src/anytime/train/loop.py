@@ -340,9 +340,9 @@ class Loop:
         }
         if self.world.size > 1:
             about |= {"processes": self.world.size, "shard": self.world.shard, "tensor": self.world.tensor}
+        batches = Batches(self.data.train, model.context, self.config.seed, model.vocabulary)
         self._clock = time.perf_counter()
         self._emit({"kind": "start", **self._now(), "time": started, **origin(), **about})
-        batches = Batches(self.data.train, model.context, self.config.seed, model.vocabulary)
         ahead = Prefetcher(
             batches,
             self.position,

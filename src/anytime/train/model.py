@@ -231,8 +231,10 @@ class GPT(nn.Module):
         """
         if not tokens.shape[1]:
             raise UserError("nothing to go on from: the prompt is empty")
-        if temperature < 0 or (top_k is not None and top_k < 1):
-            raise UserError(f"temperature is {temperature}, must be 0 or more; top_k is {top_k}, must be 1 or more")
+        if not 0 <= temperature < math.inf:
+            raise UserError(f"temperature is {temperature}, must be 0 or more")
+        if top_k is not None and top_k < 1:
+            raise UserError(f"top_k is {top_k}, must be 1 or more")
         context = self.config.context
         cache: Cache | None = None
         fresh = tokens[:, -context:]
@@ -245,6 +247,7 @@ class GPT(nn.Module):
             if top_k is not None and top_k < logits.shape[-1]:
                 logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
             if temperature:
+                logits -= logits.amax(-1, keepdim=True)  # or a tiny temperature makes infinities of them
                 fresh = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
             else:
                 fresh = logits.argmax(-1, keepdim=True)

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from ..version import __version__
 from .build import recalled, with_recipe
 from .checkpoint import MODEL, SUMS, checkpoints_in, damage, drop_after, newest_whole, read_state, step_of, sweep
-from .config import Config, changed, merged, read_toml, to_toml
+from .config import Config, as_begun, changed, merged, read_toml, to_toml
 from .errors import UserError
 from .files import write_atomically
 from .parallel import Peers
@@ -29,16 +29,28 @@ LOCK = "lock"
 
 
 def stored_config(folder: Path) -> Config | None:
-    """The settings of the run in a folder; None if there is none."""
-    path, there = folder / CONFIG, checkpoints_in(folder / "checkpoints")
-    if not path.exists() or not (there or (folder / LOCK).exists()):
+    """The settings of the run in a folder, what it is as its checkpoints say; None if there is none."""
+    said, began = _written(folder), _begun(folder)
+    if began is not None:
+        return began if said is None else as_begun(said, began)
+    if said is None or not (checkpoints_in(folder / "checkpoints") or (folder / LOCK).exists()):
         return None
-    config = merged(Config(), read_toml(path), source=str(path))
-    for checkpoint in there:
+    return with_recipe(said)
+
+
+def _written(folder: Path) -> Config | None:
+    path = folder / CONFIG
+    return merged(Config(), read_toml(path), source=str(path)) if path.exists() else None
+
+
+def _begun(folder: Path, config: Config | None = None) -> Config | None:
+    """The settings that the newest checkpoint holds, or those given with what their recipe had filled in then."""
+    for checkpoint in checkpoints_in(folder / "checkpoints"):
         with contextlib.suppress(OSError, ValueError, KeyError):  # damaged ones are told of where they are used
-            config = recalled(config, read_state(checkpoint)["groups"])
-            break
-    return with_recipe(config)
+            state = read_state(checkpoint)
+            found = config or merged(Config(), state["config"], source=str(checkpoint / "state.json"))
+            return with_recipe(recalled(found, state["groups"]))
+    return None
 
 
 @functools.cache
@@ -185,6 +197,13 @@ class Run:
     def _settle(self) -> None:
         """Checks the settings against those of the run that is there; one without a checkpoint may change them."""
         stored = stored_config(self.folder)
+        written = _written(self.folder)
+        now = None if written is None else _begun(self.folder, written)
+        if stored is not None and now is not None and (edited := changed(stored, now)):
+            raise UserError(
+                f"{self.folder / CONFIG} says of the run what its checkpoints do not ({'; '.join(edited)}): set it "
+                "back, or start from it by `anytime branch`"
+            )
         differences = [] if stored is None else changed(stored, self.config)
         if differences and checkpoints_in(self.checkpoints):
             raise UserError(
@@ -199,7 +218,7 @@ class Run:
     def begin(self) -> None:
         """Takes the settings for the run's own, once they have shown to work."""
         with self._writing():
-            if self.leads and stored_config(self.folder) != self.config:
+            if self.leads and (not (self.folder / CONFIG).exists() or stored_config(self.folder) != self.config):
                 write_atomically(self.folder / CONFIG, to_toml(self.config).encode())
 
     @contextlib.contextmanager

@@ -265,6 +265,11 @@ def _jsonl(stream: BinaryIO, part: Slice, text_key: str) -> Iterator[Piece]:
                 raise _not_utf8(part.path, position + error.start) from error
             except json.JSONDecodeError as error:
                 what = f"broken JSON ({error.msg} at column {error.colno}); mend or remove the line"
+                if position == 0 and line.lstrip().startswith(b"["):
+                    what = "a list begins here; write one object a line (JSON Lines)"
+                raise UserError(f"{_line(part.path, position)}: {what}") from error
+            except (ValueError, RecursionError) as error:  # thousands of digits or brackets
+                what = f"JSON that cannot be read ({_one_line(error)}); mend or remove the line"
                 raise UserError(f"{_line(part.path, position)}: {what}") from error
             try:
                 yield from _document(record, text_key)
@@ -356,7 +361,14 @@ def _no_key(text_key: str, names: Sequence[str]) -> str:
 
 def _not_utf8(path: str, offset: int) -> UserError:
     """The error for bytes that are no text."""
-    return UserError(f"{path} is not UTF-8 at byte {offset}; convert it (iconv -f latin1 -t utf-8) or leave it out")
+    with _open(Path(path)) as stream:
+        begin = stream.read(4)
+    what = "convert it (iconv -f latin1 -t utf-8)"
+    if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        what = "it is UTF-16: convert it (iconv -f utf-16 -t utf-8)"
+    elif begin == b"PK\x03\x04":
+        what = "it is a zip archive: unpack it"
+    return UserError(f"{path} is not UTF-8 at byte {offset}; {what} or leave it out")
 
 
 def _line(path: str, position: int) -> str:

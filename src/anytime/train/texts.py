@@ -23,8 +23,10 @@ def write_texts(
     precision: str = "auto",
 ) -> list[str]:
     """Texts that go on from the prompt, without it; each ends where the model ends its document."""
-    if copies < 1 or count < 0:
-        raise UserError(f"copies is {copies}, must be at least 1; count is {count}, must be 0 or more")
+    if copies < 1:
+        raise UserError(f"copies is {copies}, must be at least 1")
+    if count < 0:
+        raise UserError(f"count is {count}, must be 0 or more")
     if not -(2**63) <= seed < 2**63:
         raise UserError(f"seed is {seed}, must have at most 63 bits")
     device = model.embedding.weight.device

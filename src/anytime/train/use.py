@@ -106,8 +106,8 @@ def evaluate_model(
     if count < 1:
         raise UserError(f"tokens is {count}, must be at least 1")
     validation, tokenizer = _validation(trained, data)
-    check_vocabulary(tokenizer, config.vocabulary)
     check_tokenizer(tokenizer, trained.tokenizer)
+    check_vocabulary(tokenizer, config.vocabulary)
     return evaluate(
         trained.model,
         validation,
@@ -142,6 +142,8 @@ def export(trained: Trained, to: Path, *, dtype: str = "float32") -> Path:
     """A folder with the weights (safetensors), config.json and the tokenizer; it loads like a checkpoint."""
     if dtype not in ("float32", "bfloat16", "float16"):
         raise UserError(f"dtype is {dtype!r}, must be 'float32', 'bfloat16' or 'float16'")
+    if to.name in ("", ".."):
+        raise UserError(f"to is {str(to)!r}: name a folder for it")
     if to.exists() and any(to.iterdir() if to.is_dir() else [to]):
         raise UserError(f"{to} is there already and not empty: choose another folder")
     beside = to.with_name(f".{to.name}.new")
