@@ -15,8 +15,8 @@ from anytime.bench.floor import Rates
 from anytime.bench.peers import Contestant, Listing
 from anytime.core.polar import COEFFICIENTS
 from anytime.optim.reference import ReferenceSFNorMuon
-from anytime.train.config import PRESETS
 from anytime.train.errors import UserError
+from anytime.train.presets import PRESETS
 
 CPU = torch.device("cpu")
 GIGA = Rates(1e9, 1e9)

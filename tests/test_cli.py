@@ -18,10 +18,11 @@ from anytime import SFAdamW, cli
 from anytime.bench import floor, peers, race
 from anytime.cli import main
 from anytime.train.checkpoint import read_resume
-from anytime.train.config import FILLED, PRESETS, Config, merged, preset, read_toml, to_toml
+from anytime.train.config import FILLED, Config, merged, read_toml, to_toml
 from anytime.train.errors import UserError
 from anytime.train.loop import Result
 from anytime.train.prepare import Count, Summary
+from anytime.train.presets import PRESETS, preset
 from anytime.train.runs import read_lines, stored_config
 from anytime.train.shards import Tokens, write_shard
 from anytime.train.tokenizer import BytesTokenizer

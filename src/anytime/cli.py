@@ -22,6 +22,7 @@ from .train.config import Config, Until
 from .train.errors import Elsewhere, UserError
 from .train.loop import Result
 from .train.parallel import LAST_WORDS, leads
+from .train.presets import PRESETS, preset
 
 Command = Callable[[list[str]], int]
 
@@ -144,7 +145,7 @@ def _asked(rest: list[str]) -> Config:
         file = None
     bare = {argument.partition("=")[0] for argument in rest if argument.startswith("-")} <= {"--until"}
     base = _base(file, given, bare=bare)
-    about = f"{inspect.cleandoc(train.__doc__ or '')}\n\nPresets: {', '.join(settings.PRESETS)}."
+    about = f"{inspect.cleandoc(train.__doc__ or '')}\n\nPresets: {', '.join(PRESETS)}."
     config: Config = _parse(Config, "train", rest, default=base, about=about)
     if config.cooldown != base.cooldown:
         raise UserError("a cooldown is begun by `anytime branch RUN --cooldown STEPS`")
@@ -185,10 +186,10 @@ def _base(file: str | None, given: Mapping[str, str], *, bare: bool) -> Config:
         raise UserError(f"{folder} holds a run that began from {was}, not {name!r}: choose another --run")
     foreign = any(Path(folder).glob("*")) and not checkpoints  # that is said where it is opened
     if stored is None and bare and {*given} == {"run"} and not values and not foreign:
-        begun = f"--preset NAME begins one there ({', '.join(settings.PRESETS)})"
+        begun = f"--preset NAME begins one there ({', '.join(PRESETS)})"
         raise UserError(f"there is no run in {folder} to go on with; {begun}")
     if stored is None:
-        stored = settings.merged(Config(), settings.preset(name) if name else {})
+        stored = settings.merged(Config(), preset(name) if name else {})
     config = settings.merged(stored, {**values, "preset": name or stored.preset, "run": folder}, source=file or "")
     return settings.merged(config, {"optimizer": _aside(given)}, source="the command line")
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from .studies import say
 from .train import config as settings
+from .train import presets as named
 from .train.errors import UserError
 
 
@@ -226,7 +227,7 @@ def bench(
     among, missing = peers.chosen(peers.contestants(where), only)
     presets = preset or (race.PRESET["cuda" if where.type == "cuda" else "cpu"],)
     for name in presets:
-        settings.preset(name)
+        named.preset(name)
     if picture:
         show.figure_class(Path(picture))
     lines = Lines(Path(out))

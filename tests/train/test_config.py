@@ -22,7 +22,6 @@ from anytime.train.build import OPTIMIZERS, OURS
 from anytime.train.config import (
     FILLED,
     FIXED,
-    PRESETS,
     Config,
     Cooldown,
     DataConfig,
@@ -34,12 +33,12 @@ from anytime.train.config import (
     merged,
     nearest,
     plain,
-    preset,
     read_toml,
     to_toml,
 )
 from anytime.train.errors import UserError
 from anytime.train.model import ModelConfig
+from anytime.train.presets import PRESETS, preset
 
 # ------------------------------------------------------------------ merging
 

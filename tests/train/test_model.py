@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import anytime
-from anytime.train.config import PRESETS, Config, merged
+from anytime.train.config import Config, merged
 from anytime.train.errors import UserError
 from anytime.train.model import GPT, Cache, ModelConfig, rms_norm, rotate
+from anytime.train.presets import PRESETS
 
 TINY = ModelConfig(vocabulary=256, layers=2, width=32, head=16, context=32)
 SEPARATOR = 7

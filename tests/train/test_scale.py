@@ -23,9 +23,10 @@ import torch
 from anytime.cli import main
 from anytime.train import scale
 from anytime.train.build import OPTIMIZERS, build_optimizer
-from anytime.train.config import Config, OptimizerConfig, merged, preset
+from anytime.train.config import Config, OptimizerConfig, merged
 from anytime.train.errors import UserError
 from anytime.train.model import GPT, ModelConfig
+from anytime.train.presets import preset
 from anytime.train.scale import Asked, Machine, Mesh, Message, Wire, Work
 
 PAGE = Path(__file__).parents[2] / "docs/scale.md"

@@ -9,7 +9,8 @@ import pytest
 from anytime import theory
 from anytime.diagnostics import detailed
 from anytime.train import train
-from anytime.train.config import Config, merged, preset
+from anytime.train.config import Config, merged
+from anytime.train.presets import preset
 from anytime.train.runs import read_lines
 
 LR, DECAY, WARMUP = 0.04, 0.1, 100

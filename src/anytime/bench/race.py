@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..train.config import Config, merged, preset
+from ..train.config import Config, merged
 from ..train.device import device_name
 from ..train.errors import UserError
 from ..train.model import GPT
+from ..train.presets import preset
 from ..train.runs import Row, origin
 from .floor import Shapes, floor_seconds, measure_rates, settled
 from .peers import Contestant, fused_adamw

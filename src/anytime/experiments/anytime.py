@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..train.config import PRESETS, nearest
+from ..train.config import nearest
 from ..train.errors import UserError
 from ..train.files import make_folder, write_atomically
 from ..train.model import ModelConfig
+from ..train.presets import PRESETS
 from ..train.runs import origin
 from .recipes import Rows
 from .regret import NEAR

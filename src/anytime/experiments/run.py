@@ -17,10 +17,11 @@ import torch
 from ..diagnostics import detailed
 from ..train.build import with_recipe
 from ..train.checkpoint import checkpoints_in, read_resume, read_state, step_of, unflatten, weights
-from ..train.config import FIXED, Config, Until, flat, merged, plain, preset
+from ..train.config import FIXED, Config, Until, flat, merged, plain
 from ..train.device import device_name
 from ..train.errors import Diverged, UserError
 from ..train.loop import train
+from ..train.presets import preset
 from ..train.runs import origin, read_lines
 from ..train.use import evaluate_model, load
 

@@ -19,9 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..train.config import PRESETS, nearest
+from ..train.config import nearest
 from ..train.errors import UserError
 from ..train.model import ModelConfig
+from ..train.presets import PRESETS
 
 #: The paper's names, ours, and what the paper searched and found best (in its table of best settings).
 OPTIMIZERS = {"SF-NorMuon": "SFNorMuon", "SF-AdamW": "SFAdamW", "NorMuon": "NorMuon", "AdamW": "AdamW"}

@@ -28,11 +28,12 @@ from typing import Any
 import torch
 
 from ..train.build import build_optimizer, settled, warmup
-from ..train.config import Config, merged, preset, read_toml, to_toml
+from ..train.config import Config, merged, read_toml, to_toml
 from ..train.errors import UserError
 from ..train.files import make_folder, write_atomically
 from ..train.loop import train
 from ..train.model import GPT
+from ..train.presets import preset
 from .grid import deaf, stoppable
 
 Values = dict[str, Any]

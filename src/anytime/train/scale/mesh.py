@@ -16,9 +16,10 @@ from ...core.layout import Layout
 from ...distributed.exchange import balanced, cost
 from ...optim.rules import ELEMENTWISE
 from ..build import build_optimizer
-from ..config import PRESETS, Config, OptimizerConfig, merged, nearest
+from ..config import Config, OptimizerConfig, merged, nearest
 from ..errors import UserError
 from ..model import GPT, ModelConfig
+from ..presets import PRESETS
 
 Shape = tuple[int, ...]
 
