@@ -1149,3 +1149,25 @@ def test_a_lazily_negated_tensor_is_saved_with_its_sign(tmp_path):
     found = {"a": torch.empty(1)}
     storage.load(tmp_path / "x", found)
     assert found["a"].tolist() == [-2.0]
+
+
+@pytest.mark.parametrize("then", ["load", "save"])
+@pytest.mark.parametrize("left", [[".x.old"], [".x.old", ".x.new"]], ids=["old", "old and new"])
+def test_a_save_stopped_between_its_renames_is_there(tmp_path, left, then):
+    """The newest that is whole is read, and stays until the next one is."""
+    for value, name in enumerate(left, 1):
+        storage.save(tmp_path / "x", {"a": torch.full((3,), float(value))})
+        (tmp_path / "x").rename(tmp_path / f"then {name}")
+    for name in left:
+        (tmp_path / f"then {name}").rename(tmp_path / name)
+    (tmp_path / ".x.new").mkdir(exist_ok=True)  # one without an index is not whole
+    if then == "save":
+        with pytest.raises(ValueError, match="cannot be stored"):
+            storage.save(tmp_path / "x", {"a": torch.zeros(3), "b": torch.zeros(3, dtype=torch.float8_e8m0fnu)})
+    found = {"a": torch.zeros(3)}
+    storage.load(tmp_path / "x", found)
+    assert found["a"].tolist() == [float(len(left))] * 3
+    storage.save(tmp_path / "x", {"a": torch.full((3,), 3.0)})
+    storage.load(tmp_path / "x", found)
+    assert found["a"].tolist() == [3.0] * 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from models import named_mesh
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import anytime
+from anytime.core.direction import Batch, Direction
+from anytime.optim.rules import RULES as RULES_OF_OPTIMIZERS
+from anytime.optim.sf_spectral import ScheduleFreeSpectral
 
 Case = tuple[str, dict[str, Any]]  # an optimizer and its options
 Where = tuple[tuple[Any, ...], Sequence[Any]]  # a mesh's shape (or the processes in it), and placements on it
@@ -728,7 +734,7 @@ class Counter:
         def all_gather(out: Tensor, into: Tensor, group: Any = None, **more: Any) -> Any:
             self.all += 1
             if into.dtype == torch.int64:
-                assert into.numel() == 1
+                assert into.numel() == 3
                 self.agreements += 1
             else:
                 self.add("all_gather", out.numel() * (1 - 1 / dist.get_world_size(group)), group)
@@ -917,3 +923,77 @@ def unnamed() -> str:
     for number, p in enumerate(params):
         p.grad = None if number == 2 and dist.get_rank() == 1 else torch.ones_like(p)
     return error_of(optimizer.step)[1]
+
+
+def own_direction(shardable: bool) -> tuple[Tensor, Tensor]:
+    """A matrix of rows here and there under somebody's own direction, and the same on one process."""
+
+    class Frobenius(Direction):
+        def __call__(self, batch: Batch) -> list[Tensor]:
+            return batch.whole(lambda tensors, layouts: [t / t.norm() for t in tensors], batch.grads)
+
+    class SFFrobenius(ScheduleFreeSpectral):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, "frobenius", {"lr": 0.1, "beta": 0.9, "weight_decay": 0.1, "warmup_steps": 2}, {})
+
+    Frobenius.shardable = shardable
+    generator = torch.Generator().manual_seed(0)
+    start, *grads = (torch.randn(5, 4, generator=generator) for _ in range(4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RULES_OF_OPTIMIZERS, "frobenius", Frobenius())
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        params = nn.Parameter(distribute_tensor(start, mesh, [Shard(0)])), nn.Parameter(start.clone())
+        for p in params:
+            optimizer = SFFrobenius([p])
+            for grad in grads:
+                p.grad = distribute_tensor(grad, mesh, [Shard(0)]) if isinstance(p, DTensor) else grad.clone()
+                optimizer.step()
+    return params[0].full_tensor().detach(), params[1].detach()
+
+
+def pipeline(wrong: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Two stages of other depths, each over two processes; the weights of this one, and what one process makes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh.get_local_rank("pp")
+
+    def trained(sharded: bool) -> list[Tensor]:
+        torch.manual_seed(stage)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + stage)))
+        if sharded:
+            fully_shard(model, mesh=mesh["dp"])
+        optimizer = anytime.SFNorMuon(model, lr=0.1, warmup_steps=0, polar="svd", rules={"*.weight": "matrix"})
+        for t in range(4):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(t))
+            loss = model(x).square().sum() * (float("nan") if t == 2 and stage == 1 else 1)
+            loss.backward()
+            if sharded and wrong == "gradient" and t == 3 and dist.get_rank() == 3:
+                next(iter(model.parameters())).grad = None
+            if sharded or t != 2:  # what is wrong in one stage is left out by both
+                optimizer.step()
+            optimizer.zero_grad()
+        if sharded:
+            assert optimizer.skipped_steps == 1
+        return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+
+    return trained(sharded=True), trained(sharded=False)
+
+
+def coming_and_going(owners: str | None) -> list[Tensor]:
+    """Parameters that join and leave, which Python likes to give the identities of those that are gone."""
+    keep, found = nn.Parameter(seeded((4, 4), 0)), []
+    optimizer = anytime.SFMuon([("keep", keep)], lr=0.1, warmup_steps=0, rules={"*": "matrix"}, owners=owners)
+    for i in range(12):
+        p = nn.Parameter(seeded((4, 6) if i % 2 else (16, 3), i + 1))
+        optimizer.add_param_group({"params": [("p", p)]})
+        p.grad, keep.grad = seeded(p.shape, 100 + i), seeded(keep.shape, 200 + i)
+        optimizer.step()
+        found.append(p.detach().clone())
+        del optimizer.param_groups[-1], p
+        keep.grad = seeded(keep.shape, 300 + i)
+        optimizer.step()
+        gc.collect()
+    return [*found, keep.detach()]
+
+
+def seeded(shape: Sequence[int], seed: int) -> Tensor:
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

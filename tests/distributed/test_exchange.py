@@ -308,7 +308,9 @@ def test_units_are_the_matrices_and_their_parts_tile_them(drawn, a, b, data):
 
 def test_differences_name_the_process_and_the_parameter(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [3, 5, 8])
-    assert "process 3 has 2 of them, process 8 1" in _differences([["a", "b"], ["a", "b"], ["a"]], None)
-    assert "process 3 has b; process 5 has c" in _differences([["a", "b"], ["a", "c"], ["a", "d"]], None)
-    assert _differences([["a"], ["error too bad"], ["error worse"]], None) == "process 5: too bad; process 8: worse"
-    assert _differences([["a"], ["a"], ["a"]], None)
+    assert "process 3 has 2 of them, process 8 1" in _differences([["a", "b"], ["a", "b"], ["a"]], [0] * 3, None)
+    assert "process 3 has b; process 5 has c" in _differences([["a", "b"], ["a", "c"], ["a", "d"]], [0] * 3, None)
+    assert "process 5 has b; process 8 has c" in _differences([["a"], ["b"], ["c"]], [0, 1, 1], None)
+    errors = [["a"], ["error too bad"], ["error worse"]]
+    assert _differences(errors, [0, 1, 1], None) == "process 5: too bad; process 8: worse"
+    assert _differences([["a"], ["a"], ["a"]], [0] * 3, None)

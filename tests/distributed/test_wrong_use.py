@@ -97,3 +97,38 @@ def test_flattened_parameters(pools, use_orig_params):
 def test_unnamed_parameters_are_numbered_as_they_were_given(pools):
     for said in pools(2)(tasks.unnamed):
         assert "process 0 has parameter 2 of shape (5, 4)" in said
+
+
+def test_a_direction_that_does_not_ask_for_whole_matrices_gets_no_parts(pools):
+    for fine, found in pools(2).try_(tasks.own_direction, False, timeout=SOON):
+        assert not fine
+        assert "'frobenius' does not say that it takes sharded matrices" in found
+
+
+def test_a_direction_that_asks_for_whole_matrices_has_the_numbers_of_one_process(pools):
+    for fine, found in pools(2).try_(tasks.own_direction, True, timeout=SOON):
+        assert fine, found
+        sharded, alone = found
+        assert (sharded - alone).abs().max() < 1e-6
+
+
+def test_stages_of_a_pipeline_have_parameters_of_their_own(pools):
+    for fine, found in pools(4).try_(tasks.pipeline, "", timeout=SOON):
+        assert fine, found
+        for sharded, alone in zip(*found, strict=True):
+            assert (sharded - alone).abs().max() < 1e-5
+
+
+def test_a_mistake_in_one_stage_stops_the_other(pools):
+    for fine, found in pools(4).try_(tasks.pipeline, "gradient", timeout=SOON):
+        assert not fine
+        assert "process 2 has 0.weight" in found
+        assert "with a gradient; process 3 has" in found
+
+
+def test_parameters_that_come_and_go_have_the_numbers_of_one_process(pools):
+    alone = tasks.coming_and_going(None)
+    for fine, found in pools(2).try_(tasks.coming_and_going, "factor", timeout=SOON):
+        assert fine, found
+        for shared, own in zip(found, alone, strict=True):
+            assert (shared - own).abs().max() < 1e-12

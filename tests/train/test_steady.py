@@ -23,7 +23,7 @@ def test_the_size_of_z_is_what_its_angle_to_the_update_says(tmp_path):
     warmup + 3/(ηλ) steps, α averaged over 1/(ηλ) of them, ρ is within 5% of its prediction."""
     steps = WARMUP + 6 * WINDOW
     optimizer = {"lr": LR, "weight_decay": DECAY, "warmup_steps": WARMUP, "betas": [0.9, 0.95]}
-    optimizer |= {"beta_growth": 0.0, "averaging_power": 0.0}
+    optimizer["recipe"] = "paper"
     settings = {
         "run": str(tmp_path / "run"), "until": f"{steps} steps", "optimizer": optimizer, "batch_size": 8,
         "diagnose_every": 5, "eval_per_doubling": 0, "checkpoint_every": 0, "keep_every": 0, "prompt": "",

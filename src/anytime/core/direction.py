@@ -63,6 +63,10 @@ class Batch:
     def __iter__(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         return iter(zip(self.grads, self.states, strict=True))
 
+    def whole(self, f: Callable[[list[Tensor], list[Layout]], list[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """f of the whole matrices of parameters, though only parts of them may be held here."""
+        return f([*tensors], [*self.layouts]) if self.parts is None else self.parts.whole(f, tensors)
+
     def weights(self, decay: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(a, b) of m ← a m + b g: (decay, 1 − decay), or (1, 0) where the step is skipped."""
         take = (1 - decay) * self.ok
@@ -88,6 +92,9 @@ class Batch:
 
 class Direction(ABC):
     """A gradient's way to a step. Stateless itself: buffers live with the parameter, settings in its group."""
+
+    #: Whether what needs a matrix as a whole asks for it by `Batch.whole`; else no sharded matrix is taken.
+    shardable = False
 
     @abstractmethod
     def __call__(self, batch: Batch) -> list[Tensor]:
@@ -151,6 +158,7 @@ class Spectral(Direction):
     """
 
     first_gradient: bool = False
+    shardable = True
 
     def buffers(self, shape: tuple[int, ...], layout: Layout, options: Options) -> Buffers:
         momentum: Buffers = {"momentum": (shape, options["momentum_dtype"])}
@@ -290,6 +298,7 @@ class Steepest(Direction):
     """
 
     norm: str
+    shardable = True
 
     def _betas(self, options: Options) -> tuple[float, float]:
         return options["betas"] if "betas" in options else (options["momentum"],) * 2
@@ -303,9 +312,7 @@ class Steepest(Direction):
         batch.ema_("momentum", batch.grads, beta2)
         if self.norm == "max":  # entry by entry: any shape will do
             return [duality_map(c, self.norm) for c in C]
-        if batch.parts is not None:
-            return batch.parts.whole(self._of_matrices, C)
-        return self._of_matrices(C, batch.layouts)
+        return batch.whole(self._of_matrices, C)
 
     def _of_matrices(self, tensors: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
         return [
@@ -319,6 +326,8 @@ class Shampoo(Direction):
 
     At β2 = 0 it is the polar factor of M. Without damping, as in the paper, hence float64: for comparison, not speed.
     """
+
+    shardable = True
 
     def buffers(self, shape: tuple[int, ...], layout: Layout, options: Options) -> Buffers:
         if layout.sizes:

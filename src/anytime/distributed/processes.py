@@ -62,15 +62,21 @@ def control(ranks: tuple[int, ...]) -> Any:
     return among(ranks, backend="gloo")
 
 
-def agree(text: str, lines: Callable[[], Sequence[str]], group: Any) -> None:
-    """An error on every process of the group, unless all come with the same text; `lines` say what is behind it."""
-    mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-    size = dist.get_world_size(group)
-    found = torch.zeros(size, dtype=torch.int64)
-    all_gather(found, torch.tensor([mine]), group=group)
-    if (found == mine).all() and (found == found[0]).all():
+def agree(text: str, lines: Callable[[], Sequence[str]], group: Any, kin: Sequence[int] = ()) -> None:
+    """An error on every process of the group, unless all of the same kin come with the same text, and nobody with an
+    error alone; `lines` say what is behind it."""
+    mine = [_number(text), _number(repr(kin)), int(text == "error")]
+    found = torch.zeros(dist.get_world_size(group) * len(mine), dtype=torch.int64)
+    all_gather(found, torch.tensor(mine), group=group)
+    texts, kins, errors = found.view(-1, len(mine)).T.tolist()
+    if len({*zip(texts, kins, strict=True)}) == len({*kins}) and len({*errors}) == 1:
         return
-    raise RuntimeError(_differences([text.split("\n") for text in _everyones("\n".join(lines()), group)], group))
+    said = [text.split("\n") for text in _everyones("\n".join(lines()), group)]
+    raise RuntimeError(_differences(said, kins, group))
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
 def _everyones(text: str, group: Any) -> list[str]:
@@ -86,19 +92,20 @@ def _everyones(text: str, group: Any) -> list[str]:
     return [bytes(row[:length].tolist()).decode() for row, length in rows]
 
 
-def _differences(lines: Sequence[Sequence[str]], group: Any) -> str:
+def _differences(lines: Sequence[Sequence[str]], kins: Sequence[int], group: Any) -> str:
     ranks = dist.get_process_group_ranks(group)
     errors = [f"process {rank}: {of[0][6:]}" for rank, of in zip(ranks, lines, strict=True) if of[0][:6] == "error "]
     if errors:
         return "; ".join(errors)
-    first = lines[0]
-    for rank, other in zip(ranks, lines, strict=True):
+    firsts: dict[int, tuple[int, Sequence[str]]] = {}
+    for rank, kin, other in zip(ranks, kins, lines, strict=True):
+        one, first = firsts.setdefault(kin, (rank, other))
         if len(other) != len(first):
             return (
-                f"the processes do not train the same parameters: process {ranks[0]} has {len(first)} of them, "
+                f"the processes do not train the same parameters: process {one} has {len(first)} of them, "
                 f"process {rank} {len(other)}"
             )
         for a, b in zip(first, other, strict=True):
             if a != b:
-                return f"the processes differ: process {ranks[0]} has {a}; process {rank} has {b}"
+                return f"the processes differ: process {one} has {a}; process {rank} has {b}"
     return "the processes differ in their parameters or gradients"

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.layout import Layout
 from .exchange import Parts
 from .owners import Owners, Shared
-from .parts import Spread, is_sharded
+from .parts import Spread, is_sharded, ranks_over
 from .processes import agree, among, control, over
 
 
@@ -23,16 +23,20 @@ class Team:
         self.owners: Owners | None = None
         self.device = torch.device("cpu")
         self._ranks: tuple[int, ...] = ()
+        self._alike: tuple[int, ...] = ()  # those of them who have the same parameters
+        self._root: Any = None
+        self._dims: set[str] = set()
         self._parts: dict[Any, Parts | Shared] = {}
         self._agreed: dict[Any, str] = {}
         if owners is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             self.owners = Owners(owners, group or dist.group.WORLD)
-            self._ranks = tuple(dist.get_process_group_ranks(self.owners.group))
+            self._ranks = self._alike = tuple(dist.get_process_group_ranks(self.owners.group))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Team:
         """Groups of processes are not copied: copies of an optimizer share them."""
         memo[id(self)] = other = Team()
-        other.device, other._ranks = self.device, self._ranks
+        other.device, other._ranks, other._alike = self.device, self._ranks, self._alike
+        other._root, other._dims = self._root, {*self._dims}
         if self.owners is not None:
             other.owners = Owners(self.owners.mode, self.owners.group)
             other.owners._load = list(self.owners._load)
@@ -50,15 +54,18 @@ class Team:
             if is_sharded(p) and p.device_mesh.size() > 1:  # type: ignore[attr-defined]
                 if self.owners is not None:
                     raise ValueError("owners is for parameters that are whole on every process; these are sharded")
-                found = root_ranks(p.device_mesh)  # type: ignore[attr-defined]
-                if len(found) > len(self._ranks):
-                    self._ranks = found
+                root = root_of(p.device_mesh)  # type: ignore[attr-defined]
+                if root.size() > len(self._ranks):
+                    self._ranks, self._root = tuple(sorted(root.mesh.flatten().tolist())), root
+                self._dims.update(p.device_mesh.mesh_dim_names or ("",))  # type: ignore[attr-defined]
+                self._alike = ranks_along(self._root, self._dims)
         if self.owners is not None and matrices:
             self.owners.add(params, layouts)
         self._agreed.clear()
 
     def forget(self, p: Tensor) -> None:
         """A parameter that leaves, everywhere."""
+        self._parts.clear()  # its identity may become another's
         if self.owners is not None:
             self.owners.of.pop(p, None)
 
@@ -69,13 +76,13 @@ class Team:
     def meet(self, key: Any, lines: Callable[[], Sequence[str]], wrong: Exception | None) -> None:
         """Before a step: an error everywhere unless all are about to take the same one."""
         if wrong is not None:
-            agree("error", lambda: [f"error {wrong}"], control(self._ranks))
+            agree("error", lambda: [f"error {wrong}"], control(self._ranks), self._alike)
             raise wrong
         if key not in self._agreed:
             if len(self._agreed) > 64:
                 self._agreed.clear()
             self._agreed[key] = "\n".join(lines())
-        agree(self._agreed[key], lines, control(self._ranks))
+        agree(self._agreed[key], lines, control(self._ranks), self._alike)
 
     def all_of_us(self, ok: Tensor) -> Tensor:
         """1 if it is 1 for every process, else 0."""
@@ -113,10 +120,18 @@ class Team:
         return self._parts[key]
 
 
-def root_ranks(mesh: Any) -> tuple[int, ...]:
-    """Everyone in the mesh that this one was cut from."""
-    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-    return tuple(sorted(root.mesh.flatten().tolist()))
+def root_of(mesh: Any) -> Any:
+    """The mesh that this one was cut from."""
+    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+
+
+def ranks_along(root: Any, dims: set[str]) -> tuple[int, ...]:
+    """Those who differ from this process in these dimensions of a mesh alone, as the processes of one stage of a
+    pipeline; everyone, where they are not all dimensions of it."""
+    names = root.mesh_dim_names or ()
+    if not dims <= {*names}:
+        return tuple(sorted(root.mesh.flatten().tolist()))
+    return tuple(sorted(ranks_over(root, [number for number, name in enumerate(names) if name in dims])))
 
 
 def refuse_flat(params: Iterable[Tensor]) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .. import routing
 from ..core import averaging
 from ..core.layout import Layout
-from ..distributed.parts import zeros
+from ..distributed.parts import is_sharded, zeros
 from ..distributed.team import Team, refuse_flat
 from .files import Resumable, fingerprint
 from .groups import Group, Place, Router, Ruled, places
@@ -106,6 +106,9 @@ class Members(Resumable):
     def _take_up(self, group: Group) -> None:
         """Decides who holds a group's parameters, and makes their state; of those that are new."""
         fresh = [place for place in places(group) if place.param not in self._known]
+        by_parts = group["rule"] in ELEMENTWISE or RULES[group["rule"]].shardable
+        if not by_parts and any(is_sharded(place.param) for place in fresh):
+            raise ValueError(f"the rule {group['rule']!r} does not say that it takes sharded matrices: see Direction")
         self._team.add(
             [place.param for place in fresh],
             [Layout.parse(place.layout) for place in fresh],

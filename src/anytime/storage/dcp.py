@@ -104,6 +104,18 @@ def _packed(name: str, value: Any) -> io.BytesIO:
     return io.BytesIO(json.dumps(to_json(name, value)).encode())
 
 
+def _neighbours(folder: Path) -> tuple[Path, Path]:
+    """Where the next checkpoint of that name is written, and where the last one is put before it takes the name."""
+    return folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
+
+
+def standing(folder: Path) -> Path:
+    """Where the checkpoint of that name lies: not there itself if a save was stopped between its two renames."""
+    if folder.exists():
+        return folder
+    return next((path for path in _neighbours(folder) if (path / INDEX).exists()), folder)
+
+
 class SafetensorsWriter(StorageWriter):
     """For dcp.save, with JsonSavePlanner: a folder that takes its name once it is whole, in place of the one before.
 
@@ -116,8 +128,7 @@ class SafetensorsWriter(StorageWriter):
     def reset(self, checkpoint_id: Folder | None = None) -> None:
         if checkpoint_id is not None:
             self.folder = Path(os.path.realpath(checkpoint_id))
-            self.beside = self.folder.with_name(f".{self.folder.name}.new")
-            self.aside = self.folder.with_name(f".{self.folder.name}.old")
+            self.beside, self.aside = _neighbours(self.folder)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Folder) -> bool:
@@ -126,6 +137,8 @@ class SafetensorsWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise ValueError("the processes make one index together: use_collectives has to be True")
+        if is_coordinator and (found := standing(self.folder)) != self.folder:
+            os.rename(found, self.folder)
 
     def prepare_local_plan(self, plan: planning.SavePlan) -> planning.SavePlan:
         for item in plan.items:
@@ -134,8 +147,6 @@ class SafetensorsWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
-        if self.aside.exists() and not self.folder.exists():
-            os.rename(self.aside, self.folder)  # the last one was stopped between its two renames
         if self.folder.exists() and not (self.folder / INDEX).exists() and any(self.folder.iterdir()):
             raise ValueError(f"{self.folder} is there and is no checkpoint: it is not replaced")
         shutil.rmtree(self.beside, ignore_errors=True)
@@ -191,6 +202,7 @@ class SafetensorsReader(StorageReader):
         return "://" not in os.fspath(checkpoint_id)
 
     def read_metadata(self, *args: Any, **others: Any) -> meta.Metadata:
+        self.folder = standing(self.folder)
         self.index = Index.read(self.folder)
         known: dict[str, Any] = {name: meta.BytesStorageMetadata() for name in self.index.values}
         for name, entry in self.index.tensors.items():
