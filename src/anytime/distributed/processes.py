@@ -62,13 +62,17 @@ def control(ranks: tuple[int, ...]) -> Any:
     return among(ranks, backend="gloo")
 
 
+#: Numbers by which a process says what it is about to do.
+MARKS = 3
+
+
 def agree(text: str, lines: Callable[[], Sequence[str]], group: Any, kin: Sequence[int] = ()) -> None:
     """An error on every process of the group, unless all of the same kin come with the same text, and nobody with an
     error alone; `lines` say what is behind it."""
     mine = [_number(text), _number(repr(kin)), int(text == "error")]
-    found = torch.zeros(dist.get_world_size(group) * len(mine), dtype=torch.int64)
+    found = torch.zeros(dist.get_world_size(group) * MARKS, dtype=torch.int64)
     all_gather(found, torch.tensor(mine), group=group)
-    texts, kins, errors = found.view(-1, len(mine)).T.tolist()
+    texts, kins, errors = found.view(-1, MARKS).T.tolist()
     if len({*zip(texts, kins, strict=True)}) == len({*kins}) and len({*errors}) == 1:
         return
     said = [text.split("\n") for text in _everyones("\n".join(lines()), group)]

@@ -9,6 +9,7 @@ from typing import Literal
 
 from ...core.polar import polar_flops
 from ...distributed.exchange import ROUND_BYTES, rounds
+from ...distributed.processes import MARKS
 from ..errors import UserError
 from ..model import ModelConfig
 from .mesh import Mesh, Weight, chunk, holders, kept, owners_of, part
@@ -282,7 +283,7 @@ def optimizer_messages(weights: Sequence[Weight], mesh: Mesh, owners: str | None
         elements = _rooms(weights, mesh, itemsize) * (mesh.gpus - 1)
         yield message(what, mesh.gpus, mesh.gpus, elements, itemsize)
     if s * t > 1 or (owners is not None and mesh.replicas > 1):
-        yield message("that all take the same step, all-gather", mesh.gpus, mesh.gpus, mesh.gpus - 1, 8)
+        yield message("that all take the same step, all-gather", mesh.gpus, mesh.gpus, MARKS * (mesh.gpus - 1), 8)
         yield message("whether gradients are finite, all-reduce", mesh.gpus, mesh.gpus, all_reduce(1, mesh.gpus), 8)
 
 
