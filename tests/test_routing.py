@@ -930,6 +930,11 @@ def test_a_rate_that_is_a_tensor_belongs_to_each_group() -> None:
             ["emb.weight", "pos_embed", "wpe", "x.embedding.weight", "member.weight"],
             {"emb.weight", "pos_embed", "wpe", "x.embedding.weight"},
         ),
+        (
+            ["positions", "enc.pos", "W_pos", "rel_pos_h", "x.relative_position_bias_table", "register_tokens"],
+            {"positions", "enc.pos", "W_pos", "rel_pos_h", "x.relative_position_bias_table", "register_tokens"},
+        ),
+        (["pos_ffn.w_1.weight", "position_wise.weight", "token_mixing.0.weight", "compose", "post", "tokenwise"], set()),
     ],
 )
 def test_names_of_heads_and_tables(names: list[str], rest: set[str]) -> None:
@@ -940,9 +945,13 @@ def test_names_of_heads_and_tables(names: list[str], rest: set[str]) -> None:
 def test_a_bare_table_in_a_module_is_known_by_its_name() -> None:
     model = nn.Module()
     model.pos_embed = nn.Parameter(torch.randn(1, 9, 4))
+    model.grid = nn.Module()
+    model.grid.pos_embed = nn.Parameter(torch.randn(1, 4, 3, 3))
+    model.patch_embed = nn.Conv2d(3, 8, 2)
     model.embed_proj = nn.Linear(4, 4)
     plan = build(model).plan
-    assert plan["pos_embed"].rule == REST
+    assert plan["pos_embed"].rule == plan["grid.pos_embed"].rule == REST
+    assert plan["patch_embed.weight"].rule == MATRIX
     assert plan["embed_proj.weight"].rule == MATRIX
 
 

@@ -22,6 +22,8 @@ Rules: TypeAlias = Mapping[str, "str | Overrides"]
 Params: TypeAlias = "nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]"
 
 _EMBEDDING = re.compile(r"(^|\.)(\w*emb|\w*embed\w*|wte|wpe)(\.|$)")
+#: Of parameters that are no module's weight: embeddings, learned positions, tokens that a model brings along.
+_TABLE = re.compile(r"(^|\.)(\w*emb|\w*embed\w*|(\w+_)?(pos|positions?|positional|tokens?)(_\w+)?)$")
 _HEAD = re.compile(r"(^|.*\.)(lm_head|head|classifier|score|unembed\w*|output_projection)\.")
 _FUSED = re.compile(r"(qkv|c_attn|in_proj|query_key_value|gate_up|w13)")
 _GATES = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
@@ -287,6 +289,8 @@ def _automatic(given: Given, name: str, layout: Layout, heads: Mapping[Tensor, s
     _, m, n = layout.shape(param.shape)
     if min(m, n) == 1:
         return False, f"{m}×{n}: a side of 1"
+    if _TABLE.search(name):
+        return False, "embedding, by its name"
     if layout.flat:
         return True, f"kernel as {m}×{n}"
     if not isinstance(module, nn.Linear) and _EMBEDDING.search(name):
