@@ -934,7 +934,10 @@ def test_a_rate_that_is_a_tensor_belongs_to_each_group() -> None:
             ["positions", "enc.pos", "W_pos", "rel_pos_h", "x.relative_position_bias_table", "register_tokens"],
             {"positions", "enc.pos", "W_pos", "rel_pos_h", "x.relative_position_bias_table", "register_tokens"},
         ),
-        (["pos_ffn.w_1.weight", "position_wise.weight", "token_mixing.0.weight", "compose", "post", "tokenwise"], set()),
+        (
+            ["pos_ffn.w_1.weight", "position_wise.weight", "token_mixing.0.weight", "compose", "post", "tokenwise"],
+            set(),
+        ),
     ],
 )
 def test_names_of_heads_and_tables(names: list[str], rest: set[str]) -> None:

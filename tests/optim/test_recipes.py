@@ -43,7 +43,7 @@ def test_the_anytime_recipe_follows_from_rate_and_warmup(lr, warmup):
     fades = lr * matrix["weight_decay"] * matrix["decay_fading"]
     assert fades == pytest.approx(2) if lr * start > 4 else matrix["weight_decay"] == 0.5
     assert fades <= 2 * (1 + 1e-12)
-    assert (rest["betas"], rest["weight_decay"]) == ((0.4, 0.99), 0.0)
+    assert (rest["betas"], rest["weight_decay"]) == ((0.9, 0.99), 0.0)  # a bias
     assert (matrix["lr"], rest["lr"]) == (lr, min(lr, 0.03))
     for key in ("averaging_power", "beta_growth", "beta_growth_start", "decay_fading", "rate_fall", "rate_fall_start"):
         assert rest[key] == matrix[key]
@@ -61,6 +61,87 @@ def test_what_is_given_is_kept(key, value):
     recipe, plain = groups(recipe="anytime", **{key: value})[0], groups(recipe="anytime")[0]
     assert recipe[key] == value != plain[key]
     assert {k: v for k, v in recipe.items() if k != "params" and v != plain[k]} == {key: value}
+
+
+class Net(nn.Module):
+    """A table, matrices, and vectors before, between and after them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gain = nn.Parameter(torch.ones(6))
+        self.embedding = nn.Embedding(9, 6)
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)
+
+    def forward(self, tokens):
+        return self.last(self.norm(self.first(self.gain * self.embedding(tokens)).tanh()))
+
+
+def betas_by_name(optimizer):
+    return {name: group["betas"] for group in optimizer.param_groups for name in group["param_names"]}
+
+
+VECTORS = {"gain", "first.bias", "norm.weight", "norm.bias", "last.bias"}
+
+
+def test_vectors_begin_at_another_beta():
+    def found(**options):
+        return betas_by_name(anytime.SFNorMuon(Net(), **options))
+
+    assert {name for name, betas in found(recipe="anytime").items() if betas == (0.9, 0.99)} == VECTORS
+    assert found(recipe="anytime")["embedding.weight"] == (0.4, 0.99)
+    assert {betas for name, betas in found().items() if name in VECTORS} == {(0.95, 0.99)}
+    given = found(recipe="anytime", adam_vector_betas=(0.7, 0.9), adam_betas=(0.5, 0.8))
+    assert {betas for name, betas in given.items() if name in VECTORS} == {(0.7, 0.9)}
+    assert given["embedding.weight"] == (0.5, 0.8)
+    without = found(recipe="anytime", adam_vector_betas=None)
+    assert {without[name] for name in VECTORS} == {without["embedding.weight"]} == {(0.4, 0.99)}
+    assert len(anytime.SFNorMuon(Net(), recipe="anytime", adam_vector_betas=None).param_groups) == 2
+
+
+def test_vectors_whose_betas_are_given_keep_them():
+    rules = {"gain": {"betas": (0.1, 0.2)}, "norm.*": {"vector_betas": (0.3, 0.4)}}
+    found = betas_by_name(anytime.SFNorMuon(Net(), recipe="anytime", rules=rules))
+    assert (found["gain"], found["norm.bias"], found["first.bias"]) == ((0.1, 0.2), (0.3, 0.4), (0.9, 0.99))
+    net = Net()
+    groups = [{"params": list(net.named_parameters()), "adam_betas": (0.5, 0.6)}]
+    found = betas_by_name(anytime.SFNorMuon(groups, recipe="anytime"))
+    assert {found[name] for name in (*VECTORS, "embedding.weight")} == {(0.5, 0.6)}
+
+
+@pytest.mark.parametrize("betas", [(0.9,), (1.0, 0.5), 0.9, "a"])
+def test_betas_of_vectors_that_are_none(betas):
+    with pytest.raises(ValueError, match=r"adam_vector_betas is .* it must be two numbers in"):
+        anytime.SFNorMuon(Net(), adam_vector_betas=betas)
+
+
+@pytest.mark.parametrize("before", [{}, {"adam_vector_betas": None}])
+def test_a_state_of_two_groups_or_three_is_gone_on_with(before):
+    """Saved where vectors had the betas of the rest, it is regrouped; saved as it is now, it goes on bit for bit."""
+    tokens = torch.arange(9)
+
+    def steps(net, optimizer, count):
+        for _ in range(count):
+            net(tokens).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    net = Net()
+    optimizer = anytime.SFNorMuon(net, recipe="anytime", **before)
+    steps(net, optimizer, 3)
+    other = Net()
+    other.load_state_dict(net.state_dict())
+    again = anytime.SFNorMuon(other, recipe="anytime")
+    again.load_state_dict(optimizer.state_dict())
+    assert betas_by_name(again)["gain"] == (0.9, 0.99)
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        for name, value in optimizer.state[p].items():
+            assert torch.equal(value, again.state[q][name])
+    steps(net, optimizer, 3)
+    steps(other, again, 3)
+    for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+        assert before or torch.equal(p, q), name
+        assert p.isfinite().all()
 
 
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)])

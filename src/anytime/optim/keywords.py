@@ -45,10 +45,12 @@ class Average(Timed, total=False):
 
 
 class Adam(TypedDict, total=False):
-    """The (SF-)AdamW part of an optimizer of matrices; None takes the matrices' lr and weight_decay."""
+    """The (SF-)AdamW part of an optimizer of matrices; None takes the matrices' lr and weight_decay, and adam_betas for
+    vectors."""
 
     adam_lr: float | Tensor | None
     adam_betas: tuple[float, float] | None
+    adam_vector_betas: tuple[float, float] | None
     adam_eps: float
     adam_weight_decay: float | None
     adam_decay_at: str | None
@@ -104,6 +106,7 @@ AVERAGE: dict[str, Any] = {
 ADAM: dict[str, Any] = {
     "adam_lr": None,
     "adam_betas": None,
+    "adam_vector_betas": None,
     "adam_eps": 1e-8,
     "adam_weight_decay": None,
     "adam_decay_at": "y",

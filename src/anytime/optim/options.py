@@ -56,6 +56,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "rate": (_between(0, math.inf), "a multiplier in [0, ∞)"),
     "beta": (_between(0, 1, closed=True), "in [0, 1]"),
     "betas": (_pair(_between(0, 1)), "two numbers in [0, 1)"),
+    "vector_betas": (lambda v: v is None or _pair(_between(0, 1))(v), "two numbers in [0, 1) or None"),
     "beta2": (_between(0, 1), "in [0, 1)"),
     "momentum": (_between(0, 1), "in [0, 1)"),
     "momentum_growth": (_between(0, math.inf), "an exponent in [0, ∞), 0 for a constant μ"),
@@ -164,4 +165,4 @@ def from_plain(key: str, value: Any, current: Any) -> Any:
         return current
     if isinstance(value, Tensor):
         return value.clone()
-    return tuple(value) if key == "betas" else value
+    return tuple(value) if isinstance(value, list) else value

@@ -20,7 +20,7 @@ from .base import AnytimeOptimizer
 from .groups import Ruled
 
 _ADAM = {**keywords.ADAM, "adam_betas": (0.9, 0.95), "adam_bias_correction": "moment"}
-del _ADAM["adam_decay_at"]
+del _ADAM["adam_decay_at"], _ADAM["adam_vector_betas"]
 _SPECTRAL = {**keywords.SPECTRAL, "nesterov": True}
 
 

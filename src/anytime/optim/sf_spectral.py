@@ -52,6 +52,7 @@ def anytime_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
     counts (s / t)^a at step t. Where lr ≥ 4 / S, a is 2; below, λ is ½ and a = lr S / 2, for low rates are for weights
     that are good already, as in fine-tuning, which must not fade. A rate changed later, or of a group, changes the
     decay. What is no hidden matrix does not decay, and its rate is 0.03 at most: beyond, the embedding is what suffers.
+    For vectors (biases, gains) β_t begins at 0.9: each adds its noise to all that a layer puts out.
     """
     start = max(warmup_steps, 100)
     return {
@@ -63,6 +64,7 @@ def anytime_recipe(lr: float | Tensor, warmup_steps: int) -> dict[str, Any]:
         "weight_decay": 2 / max(4, float(lr) * start),
         "adam_lr": None if float(lr) <= 0.03 else torch.full_like(lr, 0.03) if isinstance(lr, Tensor) else 0.03,
         "adam_weight_decay": 0.0,
+        "adam_vector_betas": (0.9, 0.99),
         "averaging_power": 3.0,
         "beta_growth": 0.4,
         "beta_growth_start": start,
@@ -116,6 +118,7 @@ class SFNorMuon(ScheduleFreeSpectral):
         scaling="rms", update_rms=0.2: the 0.2 √(mn) / ‖P̂‖_F above; for others see Muon.
         adam_lr, adam_weight_decay, adam_betas, adam_eps, adam_decay_at="y": of the SF-AdamW part; by default lr and
             weight_decay as above or as the recipe has them, betas (0.95, 0.99), or (β, 0.99) if β grows.
+        adam_vector_betas=None: of biases, gains and other vectors; None is adam_betas.
         adam_bias_correction="rate": η_t times √(1 − β2^t), as the paper does; "moment" divides v instead, None neither.
         rules, unmatched, on_nonfinite, graph, owners: see AnytimeOptimizer.
     """

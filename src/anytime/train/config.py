@@ -42,8 +42,8 @@ class DataConfig:
 #: What a recipe fills in.
 FILLED = (
     "betas", "momentum", "momentum_growth", "momentum_growth_start", "nesterov", "weight_decay", "adam_lr",
-    "adam_weight_decay", "averaging_power", "averaging_warmup", "beta_growth", "beta_growth_start", "decay_fading",
-    "rate_fall", "rate_fall_start",
+    "adam_weight_decay", "adam_vector_betas", "averaging_power", "averaging_warmup", "beta_growth",
+    "beta_growth_start", "decay_fading", "rate_fall", "rate_fall_start",
 )  # fmt: skip
 
 
@@ -123,6 +123,8 @@ class OptimizerConfig:
     adam_lr: float | None = None
     adam_weight_decay: float | None = None
     adam_betas: tuple[float, float] | None = None
+    # Of biases, gains and other vectors.
+    adam_vector_betas: tuple[float, float] | None = None
     adam_eps: float | None = None
     adam_decay_at: Literal["z", "y", "none"] | None = None
     adam_bias_correction: Literal["rate", "moment", "none"] | None = None
