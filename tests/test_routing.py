@@ -768,6 +768,7 @@ EXAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
         [(0.0, 0.0), (0, 0), [0.9, 0.99]],
         [0.9, (0.9,), (0.9, 1.0), (-0.1, 0.9), (0.9, 0.9, 0.9), ("a", "b"), None],
     ),
+    "vector_betas": ([(0.0, 0.0), [0.9, 0.99], None], [0.9, (0.9,), (0.9, 1.0), (-0.1, 0.9), ("a", "b")]),
     "beta2": ([0, 0.0, 0.999], UNIT),
     "momentum": ([0, 0.0, 0.999], UNIT),
     "momentum_growth": ([0, 0.0, 0.4, 2], NUMBERS),
@@ -803,6 +804,7 @@ OWNERS: dict[str, tuple[str, dict[str, Any]]] = {
     "beta": ("SFMuon", {}),
     "beta2": ("NorMuon", {}),
     "betas": ("SFAdamW", {}),
+    "vector_betas": ("SFAdamW", {}),
     **dict.fromkeys(("lr", "warmup_steps"), ("SFMuon", {})),  # SFNorMuon has None for its recipe's
     **dict.fromkeys(("momentum", "weight_decay", "averaging_power"), ("SFMuon", {})),
     **dict.fromkeys(("momentum_growth", "momentum_growth_start", "nesterov", "cautious"), ("SFMuon", {})),

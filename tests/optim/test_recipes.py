@@ -97,6 +97,8 @@ def test_vectors_begin_at_another_beta():
     without = found(recipe="anytime", adam_vector_betas=None)
     assert {without[name] for name in VECTORS} == {without["embedding.weight"]} == {(0.4, 0.99)}
     assert len(anytime.SFNorMuon(Net(), recipe="anytime", adam_vector_betas=None).param_groups) == 2
+    alone = betas_by_name(anytime.SFAdamW(Net(), vector_betas=(0.7, 0.9)))
+    assert {name for name, betas in alone.items() if betas == (0.7, 0.9)} == VECTORS
 
 
 def test_vectors_whose_betas_are_given_keep_them():

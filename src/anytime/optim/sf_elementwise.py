@@ -26,6 +26,7 @@ class SFAdamW(ScheduleFreeElementwise):
     """Schedule-Free AdamW: z ← z − η_t (g / (√v + ε) + λ y), with η_t = lr · min(1, t / warmup_steps) · √(1 − β2^t).
 
     bias_correction: "rate" is the paper's, as above; "moment" divides v by 1 − β2^t instead; None does neither.
+    vector_betas: of biases, gains and other vectors; None is betas.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class SFAdamW(ScheduleFreeElementwise):
         decay_at: str | None = "y",
         warmup_steps: int = 2000,
         bias_correction: str | None = "rate",
+        vector_betas: tuple[float, float] | None = None,
         **more: Unpack[keywords.Average],
     ) -> None:
         options: dict[str, Any] = {
@@ -47,7 +49,7 @@ class SFAdamW(ScheduleFreeElementwise):
             "weight_decay": weight_decay,
             "decay_at": decay_at,
         }
-        options |= {"warmup_steps": warmup_steps, "bias_correction": bias_correction}
+        options |= {"warmup_steps": warmup_steps, "bias_correction": bias_correction, "vector_betas": vector_betas}
         super().__init__(params, "sf-adamw", options, more)
 
 

@@ -65,6 +65,8 @@ class OptimizerConfig:
     betas: tuple[float, float] | None = None
     # β of the average, where it is not one of `betas`.
     beta: float | None = None
+    # The betas of biases, gains and other vectors; of SFAdamW.
+    vector_betas: tuple[float, float] | None = None
     # Of the second moment of rows, of NorMuon.
     beta2: float | None = None
     # μ of the momentum whose polar factor is taken.
@@ -123,7 +125,7 @@ class OptimizerConfig:
     adam_lr: float | None = None
     adam_weight_decay: float | None = None
     adam_betas: tuple[float, float] | None = None
-    # Of biases, gains and other vectors.
+    # Of biases, gains and other vectors; by default adam_betas, or the recipe's.
     adam_vector_betas: tuple[float, float] | None = None
     adam_eps: float | None = None
     adam_decay_at: Literal["z", "y", "none"] | None = None
