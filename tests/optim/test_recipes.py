@@ -136,6 +136,8 @@ def test_a_state_of_two_groups_or_three_is_gone_on_with(before):
     again = anytime.SFNorMuon(other, recipe="anytime")
     again.load_state_dict(optimizer.state_dict())
     assert betas_by_name(again)["gain"] == (0.9, 0.99)
+    if not before:
+        assert {group.get("vector_betas") for group in again.param_groups} == {(0.9, 0.99), None}
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
         for name, value in optimizer.state[p].items():
             assert torch.equal(value, again.state[q][name])

@@ -111,9 +111,9 @@ class Router:
                     **self._own(options, entry.matrix, group_has_matrix),
                     **self._own(own, entry.matrix, own.get("pattern") in patterns_of_matrices),
                 }
-                if given.param.ndim < 2 and "betas" not in values:
-                    of_vectors = values.get("vector_betas", self.rest.options.get("vector_betas"))
-                    values |= {} if of_vectors is None else {"betas": of_vectors}
+                of_vectors = values.get("vector_betas", self.rest.options.get("vector_betas"))
+                if given.param.ndim < 2 and of_vectors is not None:
+                    values.setdefault("betas", of_vectors)
                 group = self._group(entry.matrix, values)
                 alike = repr(sorted((key, _comparable(value)) for key, value in group.items()))
                 group = made.setdefault(alike, group)
