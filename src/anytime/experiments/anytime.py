@@ -37,8 +37,8 @@ from .search import Loss, Rule, Try, bracket, coordinates, search
 
 #: The most tries of a method's search, and of an enveloped one's at each horizon after its first.
 TRIES, LATER = 24, 12
-#: Of settings that are given, the first rates, in half octaves: a half, once and twice.
-RATES = (-2, 0, 2)
+#: Of settings that are given, the first rates, in half octaves from the one they were found with.
+RATES = (-1, 0, 1)
 #: How often a run may see a text at most.
 EPOCHS = 4
 #: Stand for the study's steps of warmup and for the run's rate in an option.
@@ -57,7 +57,7 @@ class Method:
     rate: the middle of its rates, where its scale is not that of the study's.
     claimed: what is claimed rests on it, so it is run on all seeds; the others on the first ones. part: it is the
     recipe without one of its parts.
-    only: the settings that another study found, of which the rate alone is searched.
+    only: by horizon what another study found there, of which the rate alone is searched.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Method:
     rate: float | None = None
     claimed: bool = False
     part: bool = False
-    only: tuple[Mapping[str, Any], ...] = ()
+    only: Mapping[float, Try] = field(default_factory=dict)
 
     @property
     def first(self) -> Try:
@@ -174,8 +174,8 @@ class Study:
     tries, later: as TRIES and LATER.
     short: the horizons at which horizon-free settings are chosen, by the mean of the losses. kept: how many of a
     schedule's best settings at a horizon are run on the seeds that count. parts, others: on how many of the seeds the
-    recipe is run without one of its parts, and methods on which no claim rests. inherits: a study whose settings are
-    taken, and rates alone are searched.
+    recipe is run without one of its parts, and methods on which no claim rests; without parts the rates are not swept
+    either. inherits: a study whose settings are taken, and rates alone are searched.
     """
 
     name: str
@@ -252,10 +252,10 @@ STUDIES = {
     study.name: study
     for study in (
         Study("nano", "demo", (1, 2), (0, 1), rate=0.05, warmup=20, tries=6, later=4, settings=_TINY),
-        Study("0.5M", "0.5M", (1, 8, 32), (0, 1, 2), later=16),
+        Study("0.5M", "0.5M", (1, 8, 32), (0, 1, 2), kept=1, parts=0),
         Study("2M", "2M", (1, 2, 4, 8), (0, 1, 2, 3, 4, 5)),
-        Study("6M", "6M", (1, 2, 4), (0, 1, 2), kept=1, inherits="2M"),
-        Study("12M", "12M", (1,), (0,), kept=1, inherits="2M"),
+        Study("6M", "6M", (1, 2, 4), (0, 1, 2), kept=1, parts=0, inherits="2M"),
+        Study("12M", "12M", (1,), (0,), kept=1, parts=0, inherits="2M"),
     )
 }
 
@@ -304,13 +304,13 @@ class Found(Rows):
         for place in self._places(method):
             rule: Rule = functools.partial(coordinates, method.axes, centre)
             if method.only:
-                given = [Try.of(setting, centre.octave + o) for setting in method.only for o in RATES]
-                rule = functools.partial(bracket, given)
+                given = method.only[min(method.only, key=lambda horizon: abs(math.log(horizon / place)))]
+                rule = functools.partial(bracket, [Try(given.setting, given.octave + o) for o in RATES])
             wants, ranked = search(rule, self.tried(method, place), limit)
             yield place, wants, ranked
             if wants:
                 return
-            centre, limit = ranked[0], self.study.tries if method.only else self.study.later
+            centre, limit = ranked[0], self.study.later
 
     def next_tries(self, method: Method) -> list[Run]:
         """What its search wants to know next; nothing once it is over."""
@@ -450,7 +450,7 @@ def _optimizer(study: Study, method: Method, choice: Choice) -> dict[str, Any]:
 
 
 def inherited(method: Method, choices: Mapping[str, Choice], study: Study) -> Method:
-    """A method with the settings that another study chose, at any of its horizons."""
+    """A method with what another study found best at each of its horizons."""
     if method.published:
         return method
     if method.name not in choices:
@@ -458,5 +458,4 @@ def inherited(method: Method, choices: Mapping[str, Choice], study: Study) -> Me
             f"{method.name} has no settings of {study.inherits}: anytime frontier {study.inherits} --methods "
             f"{method.name!r} finds them"
         )
-    settings = dict.fromkeys(points[0].setting for points in choices[method.name].points.values())
-    return dataclasses.replace(method, only=tuple(map(dict, settings)))
+    return dataclasses.replace(method, only={h: points[0] for h, points in choices[method.name].points.items()})

@@ -128,7 +128,7 @@ def finals(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice
 
 def besides(found: Found, methods: Sequence[Method], choices: Mapping[str, Choice]) -> list[Run]:
     """Ablations of the recipe, and the sweep of its rate and of the envelope's."""
-    if all(m.name != RECIPE for m in methods):
+    if not found.study.parts or all(m.name != RECIPE for m in methods):
         return []
     parts = [run for part in PARTS for run in found.final(*found.without(METHODS[RECIPE], choices[RECIPE], part))]
     return [*parts, *(run for m in swept(methods) for run in found.rates(m, choices[m.name], middle(found)).values())]
@@ -160,7 +160,7 @@ def redraw(
         return None
     missing = [m.name for m in methods if m not in there]
     parts = [regrets(study, there, losses, envelope, choices)]
-    if RECIPE in losses:
+    if study.parts and RECIPE in losses:
         alone = [p for p in PARTS if found.has(found.final(*found.without(METHODS[RECIPE], choices[RECIPE], p)))]
         missing += [f"{RECIPE}, {p}" for p in PARTS if p not in alone]
         parts += [ablations(found, alone, choices[RECIPE], losses[RECIPE])] if alone else []
