@@ -172,10 +172,14 @@ def family(kind: str, m: int, n: int) -> Tensor:
     u, v = randn(m, 1, seed=1), randn(n, 1, seed=2)
     if kind == "near rank 1":
         return u @ v.mT / math.sqrt(m * n) + 1e-4 * randn(m, n, seed=3) / math.sqrt(n)
+    if kind == "power law":
+        return spectrum(m, n, torch.arange(1, k + 1, dtype=F64) ** -1.5, 5)
+    if kind == "positive":
+        return torch.rand(m, n, generator=torch.Generator().manual_seed(4), dtype=F64).to(DEVICE)
     return {"random": randn(m, n), "rank 1": u @ v.mT, "zero": torch.zeros(m, n, dtype=F64, device=DEVICE)}[kind]
 
 
-FAMILIES = ("random", "1 to 1e-3", "1 to 1e-6", "near rank 1", "rank 1", "4 large")
+FAMILIES = ("random", "1 to 1e-3", "1 to 1e-6", "near rank 1", "rank 1", "4 large", "power law", "positive")
 
 
 def exact(M: Tensor, method: str) -> Tensor:
@@ -204,8 +208,7 @@ def factor(form: products.Form, M: Tensor, method: str, dtype: torch.dtype) -> T
     memory = blank(batch * form.room + 256, dtype)
     products.matrices(memory, batch, *form.sides).copy_(scaled.mT if form.tall else scaled)
     scales = torch.where(norm > 0, 1 / (300 * COEFFICIENTS[method].safety), 0).float()
-    rows = min(form.sides)
-    restart = COEFFICIENTS[method].restart_of(rows) if rows >= 256 else 2  # the engine takes no smaller ones by Gram
+    restart = COEFFICIENTS[method].restart if min(form.sides) >= 256 else 2  # the engine takes no smaller ones by Gram
     P = products.polynomial(form, memory, scales, COEFFICIENTS[method].steps, restart)
     assert P.shape == M.shape
     assert P.dtype == dtype
@@ -235,6 +238,16 @@ def test_every_form_is_the_polynomial(shape, gram, method):
     assert error(P, exact(M, method)) <= bound
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (33, 70), (40, 121), (66, 200), (330, 66)], ids=str)
+def test_without_a_new_start_it_is_the_polynomial_too(shape):
+    """The whole polynomial's derivative, 276 at zero, multiplies rounding; wherever there is room for what it takes."""
+    M = randn(2, *shape, seed=sum(shape))
+    dtype, bound = (torch.float16, 0.1) if DEVICE == "cuda" else (torch.float32, 2e-4)
+    P = factor(products.Form(*shape, gram=True, straight=True), torch.cat((M, 0 * M[:1])), "polar-express-4", dtype)
+    assert error(P[:2], exact(M, "polar-express-4")) <= bound
+    assert not P[2].any()
+
+
 LARGE = [((257, 769), True), ((769, 257), True), ((300, 400), False), ((512, 1024), True)]
 
 
@@ -257,6 +270,20 @@ def test_float16_errs_less_than_the_papers_bfloat16(method, shape, gram):
     )
     for i, kind in enumerate(FAMILIES):
         assert error(P[i], expected[i]) <= error(theirs[i], expected[i]), kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(512, 1024), (1100, 520)], ids=str)
+def test_four_steps_straight_on_err_less_than_newton_schulz_in_bfloat16(shape):
+    """Without a new start; nor does what one matrix needs depend on those beside it."""
+    kinds = (*FAMILIES, "random")
+    M = torch.stack([family(kind, *shape) for kind in kinds])
+    form = products.Form(*shape, gram=True, straight=True)
+    P, expected = factor(form, M, "polar-express-4", torch.float16), exact(M, "polar-express-4")
+    usual, theirs = exact(M, "newton-schulz"), papers(M, "newton-schulz")
+    for i, kind in enumerate(kinds):
+        assert error(P[i], expected[i]) <= error(theirs[i], usual[i]), kind
+    assert torch.equal(P[0], P[-1])
 
 
 @pytest.mark.parametrize("dtype", MULTIPLIED, ids=str)

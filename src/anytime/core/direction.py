@@ -200,7 +200,7 @@ def _stacked(f: Stacked, tensors: Sequence[Tensor], layouts: Sequence[Layout]) -
         size = at_once(*shape, tensors[0].device)
         for together in (same_shape[k : k + size] for k in range(0, len(same_shape), size)):
             stack = [pieces[i][j] for i, j in together]
-            results = torch.split(f(torch.cat(stack) if len(stack) > 1 else stack[0], together), [len(part) for part in stack])
+            results = torch.split(f(torch.cat(stack), together), [len(part) for part in stack])
             for (i, j), result in zip(together, results, strict=True):
                 pieces[i][j] = result
     return [layout.join(parts, whole.shape) for layout, parts, whole in zip(layouts, pieces, tensors, strict=True)]

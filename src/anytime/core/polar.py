@@ -125,7 +125,7 @@ def iteration(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Itera
 
 def at_once(m: int, n: int, device: torch.device) -> int:
     """How many m × n matrices to take together: on a CPU as many as its caches hold, elsewhere all."""
-    return max(1, 600_000 // (m * n)) if device.type == "cpu" else 2**62
+    return max(4, 600_000 // (m * n)) if device.type == "cpu" else 2**62
 
 
 def polynomial_polar(M: Tensor, coefficients: Coefficients, dtype: torch.dtype) -> Tensor:
@@ -190,9 +190,11 @@ def _one_on_gram(X: Tensor, coefficients: Coefficients) -> Tensor:
 
 def _each(iterate: Iteration, X: Tensor, coefficients: Coefficients) -> Tensor:
     """One matrix at a time."""
-    dense = (one if one.is_contiguous() or one.mT.is_contiguous() else one.contiguous() for one in X)
-    done = [iterate(one, coefficients) for one in dense]
-    return done[0].unsqueeze(0) if len(done) == 1 else torch.stack(done)
+    out = torch.empty_like(X)
+    for one, place in zip(X, out, strict=True):
+        dense = one if one.is_contiguous() or one.mT.is_contiguous() else one.contiguous()
+        place.copy_(iterate(dense, coefficients))
+    return out
 
 
 _singly = partial(_each, _one)

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..core.direction import Adam, Spectral
 from ..core.kernels import passes, products, table
 from ..core.layout import Layout
-from ..core.polar import COEFFICIENTS
+from ..core.polar import COEFFICIENTS, Coefficients
 from .rules import RULES
 
 State = dict[str, Tensor]
@@ -266,7 +266,7 @@ class Engine:
         passes.settle[(min(16, programs), batch)](
             *at, chunk.exponents, right, scales, squares, X, *where, polar.safety, **how_in
         )
-        P = products.polynomial(form, memory, scales, polar.steps, polar.restart_of(min(m, n)))
+        P = products.polynomial(form, memory, scales, polar.steps, polar.restart)
         strides = P.stride()[:2]
         if options["ROW_NORM"] or options["UNIT"]:
             passes.rows[(programs, batch)](
@@ -355,10 +355,13 @@ def _part(group: Group, members: list[Member], first: int, averages: bool, chunk
         "scaling": group["scaling"],
     }
     dtype = group["polar_dtype"] or torch.float16
-    return _Part(first, kinds, options, dtype, flat, tuple(_chunks(members, first, dtype, chunk_bytes)))
+    chunks = _chunks(members, first, dtype, options["polar"], chunk_bytes)
+    return _Part(first, kinds, options, dtype, flat, tuple(chunks))
 
 
-def _chunks(members: list[Member], first: int, dtype: torch.dtype, chunk_bytes: int) -> Iterator[_Chunk]:
+def _chunks(
+    members: list[Member], first: int, dtype: torch.dtype, polar: Coefficients, chunk_bytes: int
+) -> Iterator[_Chunk]:
     """The members' matrices by shape and strides, in chunks of equal size that need at most `chunk_bytes`.
 
     The Gram form pays from an aspect ratio of 2 on; it needs the digits of float16, and many rows for their rounding to
@@ -373,7 +376,7 @@ def _chunks(members: list[Member], first: int, dtype: torch.dtype, chunk_bytes: 
     device = members[0][0].device
     for (m, n, stride, row_stride), pieces in found.items():
         gram = dtype != torch.bfloat16 and max(m, n) >= 2 * min(m, n) and min(m, n) >= _GRAM
-        form = products.Form(m, n, gram)
+        form = products.Form(m, n, gram, gram and polar.restart_of(min(m, n)) == len(polar.steps))
         most = min(max(1, chunk_bytes // (form.room * dtype.itemsize)), _MOST)
         size = _cdiv(len(pieces), _cdiv(len(pieces), most))
         aligned = all(value % 16 == 0 for value in (n, stride, *(start for _, start, _ in pieces)))

@@ -17,6 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 #: What rounding takes from an entry is kept times this: in float16 it would be lost below the least number.
 _LOW: tl.constexpr = tl.constexpr(2048)
+#: Σ σ⁴ of X of unit norm from which on a few large σ rule its Gram matrix, and the others are lost in their rounding.
+_RULED: tl.constexpr = tl.constexpr(0.1)
 
 
 @triton.jit
@@ -38,6 +40,9 @@ def _symmetric(
     e_tile,
     c_tile,
     low_tile,
+    a_lows,
+    b_lows,
+    squares,
     scales,
     k,
     tiles,
@@ -50,6 +55,8 @@ def _symmetric(
     HAS_D: tl.constexpr,
     HAS_E: tl.constexpr,
     HAS_LOW: tl.constexpr,
+    SUMS: tl.constexpr,
+    CAREFUL: tl.constexpr,
     POWER: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -67,6 +74,18 @@ def _symmetric(
         a = a_rows.load([batch, row, at]).reshape(BLOCK, BLOCK_K)
         b = b_rows.load([batch, column, at]).reshape(BLOCK, BLOCK_K)
         acc = tl.dot(a, b.T, acc)
+    if CAREFUL > 0:
+        each = tl.arange(0, CAREFUL)
+        fourth = tl.sum(tl.load(squares + batch * tiles + each, mask=each < tiles, other=0.0), 0)
+        acc = acc * _LOW
+        for at in tl.range(0, tl.where(fourth > _RULED, k, 0), BLOCK_K):
+            a = a_rows.load([batch, row, at]).reshape(BLOCK, BLOCK_K)
+            b = b_lows.load([batch, column, at]).reshape(BLOCK, BLOCK_K)
+            acc = tl.dot(a, b.T, acc)
+            a = a_lows.load([batch, row, at]).reshape(BLOCK, BLOCK_K)
+            b = b_rows.load([batch, column, at]).reshape(BLOCK, BLOCK_K)
+            acc = tl.dot(a, b.T, acc)
+        acc = acc / _LOW
     acc = acc * alpha
     if HAS_D:
         acc += beta * d_tile.load([batch, row, column]).reshape(BLOCK, BLOCK).to(tl.float32)
@@ -80,6 +99,9 @@ def _symmetric(
         acc = acc * scale
         if POWER > 1:
             acc = acc * scale
+    if SUMS:
+        total = tl.sum(tl.sum(acc * acc, 1), 0)
+        tl.store(squares + batch * tiles + tile, tl.where(i == j, total, 2 * total))
     c = acc.to(DTYPE)
     _mirrored(c_tile, c, batch, row, column, BLOCK)
     if HAS_LOW:
@@ -92,6 +114,12 @@ _BLOCK_K = 64
 
 def _block(n: int) -> int:
     return 128 if n > 64 else 64 if n > 32 else 32
+
+
+def tiles(n: int) -> int:
+    """On and below the diagonal of n × n."""
+    blocks: int = triton.cdiv(n, _block(n))
+    return blocks * (blocks + 1) // 2
 
 
 def symmetric(
@@ -108,30 +136,37 @@ def symmetric(
     low: Tensor | None = None,
     scales: Tensor | None = None,
     power: int = 1,
+    squares: Tensor | None = None,
+    lows: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """out = (alpha A Bᵀ + beta D + gamma I + delta E) · scales^power for A, B [batch, n, k] whose product is symmetric.
 
     D, E, out and low are [batch, n, n], scales [batch], power 1 or 2; low is what rounding took from out, times
     2048. Those written are none of the others, but low may be E. Rows are contiguous and start at multiples of 16
     bytes; what lies between the end of a written row and the next such multiple may be written too.
+
+    squares [batch · tiles(n)] gets the sum of squares of each tile of out. With `lows`, of A and B, it is read: where a
+    matrix's sum is large, what rounding took from A and B is multiplied as well.
     """
     batch, n, k = A.shape
-    block = _block(n)
-    blocks = triton.cdiv(n, block)
-    tiles = blocks * (blocks + 1) // 2
+    block, count = _block(n), tiles(n)
     d, e, c, remainder = (
         TensorDescriptor.from_tensor(out if x is None else x, [1, block, block]) for x in (D, E, out, low)
     )
-    _symmetric[(batch * tiles,)](
-        TensorDescriptor.from_tensor(A, [1, block, _BLOCK_K]),
-        TensorDescriptor.from_tensor(B, [1, block, _BLOCK_K]),
+    a, b, a_low, b_low = (TensorDescriptor.from_tensor(x, [1, block, _BLOCK_K]) for x in (A, B, *(lows or (A, B))))
+    _symmetric[(batch * count,)](
+        a,
+        b,
         d,
         e,
         c,
         remainder,
+        a_low,
+        b_low,
+        out if squares is None else squares,
         out if scales is None else scales,
         k,
-        tiles,
+        count,
         alpha,
         beta,
         gamma,
@@ -141,6 +176,8 @@ def symmetric(
         HAS_D=D is not None,
         HAS_E=E is not None,
         HAS_LOW=low is not None,
+        SUMS=squares is not None and lows is None,
+        CAREFUL=0 if lows is None else triton.next_power_of_2(count),
         POWER=0 if scales is None else power,
         DTYPE=DTYPES[out.dtype],
         num_warps=4,
@@ -159,7 +196,8 @@ def _row(n: int) -> int:
 
 @dataclass(frozen=True)
 class Form:
-    """How polynomials of m × n matrices are taken: by R = X Xᵀ alone where `gram`, and in how much memory.
+    """How polynomials of m × n matrices are taken: by R = X Xᵀ alone where `gram`, and in how much memory. `straight`
+    is by R of the first X to the end, with room for what rounding takes from two more factors.
 
     The iteration reads X [n, k] with n ≤ k. core.polar.polar_flops counts its operations.
     """
@@ -167,6 +205,7 @@ class Form:
     m: int
     n: int
     gram: bool
+    straight: bool = False
 
     @property
     def tall(self) -> bool:
@@ -190,7 +229,16 @@ class Form:
     @property
     def room(self) -> int:
         """Elements of working memory for each matrix, the matrix included."""
-        return 2 * self.whole + self.square * (1 if self.gram or self.m == self.n else 2)
+        return 2 * self.whole + self.square * (self.outside if self.gram else 1 if self.m == self.n else 2)
+
+    @property
+    def outside(self) -> int:
+        """Of the Gram form's matrices [n, n], those that the place of the next X cannot hold."""
+        return 4 + 2 * self.straight - self.inside
+
+    @property
+    def inside(self) -> int:
+        return min(3 + 2 * self.straight, self.whole // self.square)
 
 
 def matrices(memory: Tensor, batch: int, m: int, n: int, start: int = 0) -> Tensor:
@@ -202,42 +250,59 @@ def polynomial(form: Form, memory: Tensor, scales: Tensor, steps: Steps, restart
     """X ← (a I + b X Xᵀ + c (X Xᵀ)²) X for each step, of X [batch, n, k] at the start of `memory` times `scales`.
 
     The result [batch, form.m, form.n] lies in `memory` too. The Gram form starts anew from X after `restart` steps, if
-    there are more: rounding makes the smallest eigenvalues of R negative, and every step multiplies them.
+    it is not straight: rounding makes the smallest eigenvalues of R negative, and every step multiplies them.
     """
     batch, (n, k) = len(scales), form.sides
     rest = 2 * form.whole
-    cuts = [steps[:restart], steps[restart:]] if form.gram else [[step] for step in steps]
-    parts = [part for part in cuts if part]
+    cut = len(steps) if form.straight else restart
+    parts = [part for part in (steps[:cut], steps[cut:]) if part] if form.gram else [[step] for step in steps]
     X = matrices(memory, batch, n, k)
     for number, part in enumerate(parts):
         there = 0 if number % 2 else form.whole  # where X goes next; what it is made of may lie there until then
-        slots = [there + i * form.square if form.gram else there if n == k else rest + form.square for i in range(3)]
-        Q, R, B, T = (matrices(memory, batch, n, n, start) for start in (rest, *slots))
-        _factor(X, part, Q, R, B, T, scales if number == 0 else None)
+        if form.gram:
+            slots = [there + i * form.square for i in range(form.inside)]
+            slots = [*(rest + i * form.square for i in range(form.outside)), *slots]
+        else:
+            slots = [rest, *[there if n == k else rest + form.square] * 3]
+        Q, R, B, T, *lows = (matrices(memory, batch, n, n, start) for start in slots)
+        _factor(X, part, Q, R, B, T, lows, scales if number == 0 else None)
         if number == len(parts) - 1 and form.tall:
             return torch.bmm(X.mT, Q, out=matrices(memory, batch, k, n, there))
         X = torch.bmm(Q, X, out=matrices(memory, batch, n, k, there))
     return X
 
 
-def _factor(X: Tensor, steps: Steps, Q: Tensor, R: Tensor, B: Tensor, T: Tensor, scales: Tensor | None) -> None:
+def _factor(
+    X: Tensor, steps: Steps, Q: Tensor, R: Tensor, B: Tensor, T: Tensor, lows: list[Tensor], scales: Tensor | None
+) -> None:
     """Q ← the product of the steps' F = a I + b R + c R², R = X Xᵀ at first, then F R F; X and Q scaled by `scales`.
 
     A single step needs neither B nor T. Of several, F and their product are kept without their part of the identity
     until the last: rounding a large diagonal turns the vectors of F, which then no more commute. Of the first R and
-    R F, whose least eigenvalues grow most, what rounding took is kept too.
+    R F, whose least eigenvalues grow most, what rounding took is kept too; with two more matrices `lows`, of the first
+    F as well, and where a few singular values rule R, it is multiplied in the first F and R F.
     """
     last = len(steps) - 1
-    symmetric(X, X, R, scales=scales, power=2, low=B if last else None)
+    squares = torch.empty(len(X) * tiles(len(R[0])), dtype=torch.float32, device=X.device) if lows else None
+    symmetric(X, X, R, scales=scales, power=2, low=B if last else None, squares=squares)
     product, other = (T, Q) if last % 2 else (Q, T)  # they change places at every step but the first
     identity = 1.0  # how much of it the product has, beside what is kept
     for number, (a, b, c) in enumerate(steps):
         factor = B if number else product
-        symmetric(R, R, factor, R, c, b, 0.0 if last else a, scales=None if last else scales)
-        if number < last:
-            low, back = (None, 0.0) if number else (B, a / _LOW.value)
-            RF = symmetric(R, factor, other, R, beta=a, E=low, delta=back, low=low)
-            symmetric(RF, factor, R, RF, beta=a, E=low, delta=back)
+        if lows and not number:
+            of_f, of_rf = lows
+            symmetric(R, R, factor, R, c, b, E=B, delta=b / _LOW.value, low=of_f, squares=squares, lows=(B, B))
+            back = a / _LOW.value
+            RF = symmetric(
+                R, factor, other, R, beta=a, E=B, delta=back, low=of_rf, squares=squares, lows=(B, of_f)
+            )  # fmt: skip
+            symmetric(RF, factor, R, RF, beta=a, E=of_rf, delta=back)
+        else:
+            symmetric(R, R, factor, R, c, b, 0.0 if last else a, scales=None if last else scales)
+            if number < last:
+                low, back = (None, 0.0) if number else (B, a / _LOW.value)
+                RF = symmetric(R, factor, other, R, beta=a, E=low, delta=back, low=low)
+                symmetric(RF, factor, R, RF, beta=a, E=low, delta=back)
         if number:
             ends = number == last
             product, other = (
