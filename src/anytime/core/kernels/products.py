@@ -78,10 +78,12 @@ def _symmetric(
         each = tl.arange(0, CAREFUL)
         fourth = tl.sum(tl.load(squares + batch * tiles + each, mask=each < tiles, other=0.0), 0)
         acc = acc * _LOW
-        for at in tl.range(0, tl.where(fourth > _RULED, k, 0), BLOCK_K):
+        end = tl.where(fourth > _RULED, k, 0)
+        for at in tl.range(0, end, BLOCK_K):  # one after the other, in the shared memory of the first loop
             a = a_rows.load([batch, row, at]).reshape(BLOCK, BLOCK_K)
             b = b_lows.load([batch, column, at]).reshape(BLOCK, BLOCK_K)
             acc = tl.dot(a, b.T, acc)
+        for at in tl.range(0, end, BLOCK_K):
             a = a_lows.load([batch, row, at]).reshape(BLOCK, BLOCK_K)
             b = b_rows.load([batch, column, at]).reshape(BLOCK, BLOCK_K)
             acc = tl.dot(a, b.T, acc)
