@@ -142,6 +142,31 @@ def test_what_rounding_takes_is_kept(n, k, dtype):
     assert all(x.only_itself_changed() for x in (A, out, low))
 
 
+@pytest.mark.parametrize("dtype", MULTIPLIED, ids=str)
+@pytest.mark.parametrize("n", [1, 3, 129])
+def test_what_rounding_took_is_multiplied_where_few_singular_values_rule(n, dtype):
+    """Of two matrices the second alone: their sums of squares say which."""
+    A, _, B = (Padded(x, dtype) for x in commuting(2, n, dtype))
+    a_low, b_low = (Padded(x.view.double() / 2, dtype, 8) for x in (B, A))
+    squares = torch.full((2 * products.tiles(n),), NAN, dtype=torch.float32, device=DEVICE)
+    plain, out = Padded.empty(2, n, dtype), Padded.empty(2, n, dtype)
+    products.symmetric(A.view, B.view, plain.view, squares=squares)
+    sums = squares.view(2, -1).sum(1).double()
+    torch.testing.assert_close(sums, plain.view.double().square().sum((1, 2)), rtol=4e-3, atol=1e-6)
+    squares = torch.tensor([0.09, 0.11], device=DEVICE) / products.tiles(n)
+    squares = squares.repeat_interleave(products.tiles(n))
+    products.symmetric(A.view, B.view, out.view, squares=squares, lows=(a_low.view, b_low.view))
+    assert torch.equal(out.view[0], plain.view[0])
+    a, b, al, bl = (x.view[1].double() for x in (A, B, a_low, b_low))
+    expected = a @ b.mT + (a @ bl.mT + al @ b.mT) / 2048
+    lower = torch.ones(n, n, device=DEVICE).tril().bool()
+    difference = (out.view[1].double() - expected).abs()[lower]
+    assert (difference <= epsilon(dtype) * expected.abs()[lower] + 1e-5).all()
+    if dtype == torch.float32:
+        assert not torch.allclose(plain.view[1].double()[lower], expected[lower], rtol=0, atol=2e-5)
+    assert all(x.only_itself_changed() for x in (A, B, a_low, b_low, plain, out))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", MULTIPLIED, ids=str)
 def test_a_product_of_many_tiles(dtype):

@@ -585,6 +585,19 @@ def test_settings_may_come_from_another_study(whole, tmp_path, monkeypatch):
         for horizon, points in found[method.name].points.items():
             assert points[0] == choices[method.name].points[horizon][0]
             assert {point.setting for point in points} == {method.only[horizon].setting}
+    # Settings that differ by horizon: each place takes the nearest horizon's.
+    near, far = (Try.of({**TUNED, "momentum": momentum}, octave) for momentum, octave in ((0.8, 1), (0.95, -2)))
+    method = dataclasses.replace(METHODS["NorMuon"], only={1: near, 3: far})
+    rows = {}
+    for place, point in ((1, near), (2, far)):
+        wants = Found(heir, rows).next_tries(method)
+        assert sorted(run.settings["optimizer"]["lr"] for run in wants) == [heir.lr(point.octave + o) for o in RATES]
+        assert {run.settings["optimizer"]["momentum"] for run in wants} == {dict(point.setting)["momentum"]}
+        middle = heir.lr(point.octave)
+        for run in wants:
+            loss = 3.0 + (run.settings["optimizer"]["lr"] != middle)
+            rows[run.key] = {"key": run.key, "losses": {str(heir.steps(place)): loss}}
+    assert not Found(heir, rows).next_tries(method)
     with pytest.raises(UserError, match="AMUSE has no settings of nano: anytime frontier nano --methods 'AMUSE'"):
         inherited(METHODS["AMUSE"], choices, heir)
 

@@ -161,6 +161,32 @@ def both_ways(
     return pair[0], pair[1]
 
 
+@pytest.mark.parametrize(
+    ("polar", "dtype", "straight"),
+    [
+        ("polar-express-4", torch.float16, [True, False, False]),
+        ("newton-schulz", torch.float16, [False] * 3),
+        ("polar-express-4", torch.bfloat16, [False] * 3),
+    ],
+)
+def test_what_goes_straight_on(polar, dtype, straight, monkeypatch):
+    """Four steps in float16 on the Gram matrix, from 512 rows on: it has the digits, and there are rows enough."""
+    from anytime.core.kernels import products
+
+    forms = []
+
+    def nothing(form: Any, memory: Tensor, scales: Tensor, steps: Any, restart: int) -> Tensor:
+        forms.append(form)
+        return products.matrices(memory, len(scales), form.m, form.n).zero_()
+
+    monkeypatch.setattr(products, "polynomial", nothing)
+    params = [nn.Parameter(torch.zeros(shape)) for shape in ((1024, 512), (511, 1022), (512, 600))]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    anytime.SFNorMuon(params, polar=polar, polar_dtype=dtype).step()
+    assert [form.straight for form in forms] == straight
+
+
 # ---------------------------------------------------------------------------- options
 
 #: Square, tall (both forms), wide (both forms), of rank one, two of a shape, and what is no matrix.

@@ -27,9 +27,9 @@ class Coefficients:
     restart: int = 3
     straight: int | None = None
 
-    def restart_of(self, rows: int) -> int:
-        """Of so many rows; all steps where it does not start anew."""
-        return len(self.steps) if self.straight is not None and rows >= self.straight else self.restart
+    def goes_straight(self, rows: int) -> bool:
+        """Whether it does not start anew on so many rows."""
+        return self.straight is not None and rows >= self.straight
 
 
 COEFFICIENTS: dict[str, Coefficients] = {
@@ -297,6 +297,6 @@ def polar_flops(
     side, ratio, steps = min(m, n), max(m, n) / min(m, n), len(coefficients.steps)
     if not gram or ratio < 3:
         return steps * (3 * ratio + 1 if symmetric else 4 * ratio + 2) * side**3
-    if coefficients.restart_of(side) < steps:
-        return (6 * ratio + 4 * steps - 6) * side**3
-    return (3 * ratio + 4 * steps - 3) * side**3
+    if coefficients.goes_straight(side):
+        return (3 * ratio + 4 * steps - 3) * side**3
+    return (6 * ratio + 4 * steps - 6) * side**3

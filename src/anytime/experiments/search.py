@@ -89,8 +89,8 @@ def bracket(points: Sequence[Try], known: Mapping[Try, float]) -> Iterator[list[
         best = min(known, key=known.__getitem__)
         tried = sorted(point.octave for point in known if point.setting == best.setting)
         between = tried[0] < best.octave < tried[-1]
-        batches = ([p for p in rates(best, by) if p not in known] for by in ((1,) if between else (2, 1)))
-        batch = next(filter(None, batches), None)
-        if batch is None:
+        by = 1 if between or abs(best.octave) > FARTHEST - 2 else 2
+        wants = [point for point in rates(best, by) if point not in known]
+        if not wants:
             return
-        yield batch
+        yield wants

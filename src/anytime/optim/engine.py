@@ -376,7 +376,7 @@ def _chunks(
     device = members[0][0].device
     for (m, n, stride, row_stride), pieces in found.items():
         gram = dtype != torch.bfloat16 and max(m, n) >= 2 * min(m, n) and min(m, n) >= _GRAM
-        form = products.Form(m, n, gram, gram and polar.restart_of(min(m, n)) == len(polar.steps))
+        form = products.Form(m, n, gram, straight=gram and polar.goes_straight(min(m, n)))
         most = min(max(1, chunk_bytes // (form.room * dtype.itemsize)), _MOST)
         size = _cdiv(len(pieces), _cdiv(len(pieces), most))
         aligned = all(value % 16 == 0 for value in (n, stride, *(start for _, start, _ in pieces)))

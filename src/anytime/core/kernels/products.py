@@ -295,9 +295,7 @@ def _factor(
             of_f, of_rf = lows
             symmetric(R, R, factor, R, c, b, E=B, delta=b / _LOW.value, low=of_f, squares=squares, lows=(B, B))
             back = a / _LOW.value
-            RF = symmetric(
-                R, factor, other, R, beta=a, E=B, delta=back, low=of_rf, squares=squares, lows=(B, of_f)
-            )  # fmt: skip
+            RF = symmetric(R, factor, other, R, beta=a, E=B, delta=back, low=of_rf, squares=squares, lows=(B, of_f))
             symmetric(RF, factor, R, RF, beta=a, E=of_rf, delta=back)
         else:
             symmetric(R, R, factor, R, c, b, 0.0 if last else a, scales=None if last else scales)
