@@ -17,22 +17,19 @@ from hypothesis import strategies as st
 from anytime.experiments import frontier
 from anytime.experiments.anytime import (
     LATER,
-    METHODS,
-    PARTS,
     RATES,
-    RECIPE,
     STUDIES,
     SWEPT,
     TRIES,
     Choice,
     Found,
-    Method,
     Study,
     freeze,
     frozen,
     inherited,
     study_of,
 )  # fmt: skip
+from anytime.experiments.methods import METHODS, PARTS, RECIPE, Method
 from anytime.experiments.recipes import MissingRow
 from anytime.experiments.regret import Regret, span, student, token_ratio
 from anytime.experiments.search import FARTHEST, Try, bracket, coordinates, search

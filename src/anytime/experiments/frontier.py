@@ -16,12 +16,8 @@ from ..train.files import write_atomically
 from . import draw
 from .anytime import (
     EPOCHS,
-    METHODS,
-    PARTS,
-    RECIPE,
     Choice,
     Found,
-    Method,
     Study,
     freeze,
     frozen,
@@ -29,6 +25,7 @@ from .anytime import (
     study_of,
 )
 from .grid import Grid, Show, longest_first
+from .methods import METHODS, PARTS, RECIPE, Method
 from .regret import NEAR, Regret, span, token_ratio
 from .run import Run
 from .tables import Table, number

@@ -21,8 +21,9 @@ from ..train.files import make_folder
 from ..train.prepare import prepare, read_meta
 from ..train.shards import Split, Tokens, write_shard
 from ..train.tokenizer import BytesTokenizer
-from .anytime import EPOCHS, Method, Study
+from .anytime import EPOCHS, Study
 from .grid import Grid
+from .methods import Method
 from .run import Machine, Row, Run, blank, digest
 from .search import Try
 

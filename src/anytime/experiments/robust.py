@@ -18,10 +18,11 @@ from ..train.checkpoint import checkpoints_in
 from ..train.config import nearest
 from ..train.errors import UserError
 from ..train.files import write_atomically
-from .anytime import METHODS, RECIPE, STUDIES, Found, Study
+from .anytime import STUDIES, Found, Study
 from .anytime import frozen as read_frozen
 from .frontier import Say, signed
 from .grid import Grid, Show, longest_first
+from .methods import METHODS, RECIPE
 from .reading import TEXT, WORDS, Read, Task, check, write_texts
 from .recipes import MissingRow
 from .regret import Regret, span

@@ -20,7 +20,8 @@ from ..optim.base import AnytimeOptimizer
 from ..train.build import Rates, build_optimizer, settled
 from ..train.config import Config, merged
 from ..train.signals import Stop
-from .anytime import Method, Study
+from .anytime import Study
+from .methods import Method
 from .run import Machine, Row, Run, blank, digest, unusual
 from .search import Try
 
